@@ -1,0 +1,1 @@
+"""The compiler: turns one checkpoint, one target and one precision into one engine file."""
