@@ -1,0 +1,134 @@
+"""The C compiler: the pinned one from a wheel (zig), or the host's `cc` when asked.
+
+The same sources give the same bytes wherever they lie and whatever the machine is: files are compiled under fixed
+relative names in a temporary folder, without debug information, build identifiers or time stamps.
+"""
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Literal
+
+from ingot.runtime.errors import RequestError, WorkFailed
+
+from .isa import CpuIsa
+
+Compiler = Literal["zig", "cc"]
+
+# Not -ffast-math: NaN and infinities must work. Contraction to fused multiply-add is allowed; what has to be exact is
+# integer. -fno-sanitize is for zig, which otherwise compiles checks for undefined behaviour in.
+COMPILE_FLAGS = ("-std=gnu11", "-O3", "-g0", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno",
+                 "-fno-trapping-math", "-fno-sanitize=undefined", "-fno-stack-protector", "-Wall", "-Wextra",
+                 "-Wno-unused-function", "-Wno-unused-parameter", "-Werror=implicit-function-declaration")
+LINK_FLAGS = ("-shared", "-s", "-Wl,--build-id=none", "-lm", "-lpthread")
+_LINES_SHOWN = 12
+
+
+class CompileError(WorkFailed):
+    """The C compiler refused a source; the message holds the first lines it printed."""
+
+
+class NoCompiler(RequestError):
+    """The compiler asked for is not there or cannot make code for the target."""
+
+
+def compile_shared(sources: Mapping[str, str], isa: CpuIsa, include_dirs: Sequence[Path], out: Path,
+                   compiler: Compiler = "zig", jobs: int = 1) -> None:
+    """Compile C texts (file name -> text) for `isa` and link them, in the given order, to the shared object `out`.
+
+    Only symbols marked __attribute__((visibility("default"))) are exported. `jobs` files are compiled at a time.
+    `out` appears whole or not at all. Raises CompileError or NoCompiler.
+    """
+    with tempfile.TemporaryDirectory(prefix="ingot-cc-") as folder:
+        objects = _compile(sources, isa, include_dirs, Path(folder), compiler, jobs, ("-c",), ".o")
+        linked = Path(folder, "linked.so")
+        _run([*command(isa, compiler), *objects, *LINK_FLAGS, "-o", linked.name], linked.name, isa, folder)
+        # The system's temporary folder may be another file system: copy next to `out`, then rename.
+        sibling = out.with_name(f".{out.name}.{os.getpid()}")
+        try:
+            shutil.copyfile(linked, sibling)
+            os.replace(sibling, out)
+        finally:
+            sibling.unlink(missing_ok=True)
+
+
+def assembly(source: str, isa: CpuIsa, include_dirs: Sequence[Path], compiler: Compiler = "zig") -> str:
+    """The assembly text that the compiler makes of one C text; works for every target on every host."""
+    with tempfile.TemporaryDirectory(prefix="ingot-cc-") as folder:
+        name, = _compile({"source.c": source}, isa, include_dirs, Path(folder), compiler, 1, ("-S",), ".s")
+        return Path(folder, name).read_text()
+
+
+def disassemble(path: Path) -> str:
+    """Disassembly of a shared object by llvm-objdump, or by objdump where only that is installed.
+
+    Raises NoCompiler if there is neither.
+    """
+    for tool in ("llvm-objdump", "objdump"):
+        if shutil.which(tool):
+            done = subprocess.run([tool, "-d", "--no-show-raw-insn", str(path)], capture_output=True, text=True)
+            if done.returncode == 0:
+                return done.stdout
+    raise NoCompiler(f"no disassembler for {path.name}: llvm-objdump (or an objdump for its machine) is not installed.")
+
+
+def command(isa: CpuIsa, compiler: Compiler) -> list[str]:
+    """The compiler's command line up to the files: program and target."""
+    if compiler == "zig":
+        if importlib.util.find_spec("ziglang") is None:
+            raise NoCompiler("the package ziglang, which holds the C compiler, is not installed.\n"
+                             "  pip install ingot-llm[build], or use the host's compiler: --compiler cc")
+        return [sys.executable, "-m", "ziglang", "cc", "-target", isa.zig_target, f"-mcpu={isa.zig_cpu}"]
+    program = shutil.which(os.environ.get("CC", "cc"))
+    if program is None:
+        raise NoCompiler("no C compiler `cc` on this machine; the default compiler comes with ingot-llm[build].")
+    machine = os.uname().machine
+    if machine != isa.machine:
+        raise NoCompiler(f"`cc` makes code for {machine}, the target {isa.name} needs {isa.machine}.\n"
+                         "  Use the default compiler, which cross-compiles.")
+    # gcc takes architecture and features apart.
+    arch, *features = isa.march.split("+") if machine == "x86_64" else [isa.march]
+    return [program, f"-march={arch}", *(f"-m{feature}" for feature in features)]
+
+
+def version(compiler: Compiler = "zig") -> str:
+    """One line that names the compiler and its version, for the manifest."""
+    program = [sys.executable, "-m", "ziglang", "cc"] if compiler == "zig" else [os.environ.get("CC", "cc")]
+    done = subprocess.run([*program, "--version"], capture_output=True, text=True)
+    first = done.stdout.splitlines()[0] if done.stdout else "unknown"
+    if compiler == "zig":
+        number = subprocess.run([sys.executable, "-m", "ziglang", "version"], capture_output=True, text=True).stdout
+        return f"zig {number.strip()} ({first})"
+    return first
+
+
+def _compile(sources: Mapping[str, str], isa: CpuIsa, include_dirs: Sequence[Path], folder: Path, compiler: Compiler,
+             jobs: int, mode: tuple[str, ...], suffix: str) -> list[str]:
+    """Compile each text to `<its name><suffix>` inside folder; returns those names in the order of `sources`."""
+    prefix = command(isa, compiler)
+    includes = [f"-I{path.resolve()}" for path in include_dirs]
+
+    def one(name: str, text: str) -> str:
+        assert "/" not in name and name.endswith(".c"), name
+        (folder / name).write_text(text)
+        made = name + suffix
+        _run([*prefix, *COMPILE_FLAGS, *isa.extra_flags, *includes, *mode, name, "-o", made], name, isa, str(folder))
+        return made
+
+    with ThreadPoolExecutor(max_workers=max(1, jobs)) as pool:
+        return list(pool.map(one, sources.keys(), sources.values()))
+
+
+def _run(words: Sequence[str], name: str, isa: CpuIsa, folder: str) -> None:
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
+    if done.returncode != 0:
+        lines = [line for line in done.stderr.splitlines() if line.strip()][:_LINES_SHOWN]
+        raise CompileError(f"the C compiler failed on {name} for {isa.name} (exit status {done.returncode}):\n  "
+                           + "\n  ".join(lines))
