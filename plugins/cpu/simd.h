@@ -1,0 +1,166 @@
+/* Vectors of float32 in the width of the instruction set that the file is compiled for: 16 lanes with AVX-512, 8 with
+ * AVX2, 4 with NEON. `vf` takes the operators + - * / of C. Loads and stores need no alignment. */
+#ifndef INGOT_SIMD_H
+#define INGOT_SIMD_H
+#include "scalar_math.h"
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+#include <immintrin.h>
+#define VF_LANES 16
+#define VF_REGISTERS 32
+typedef __m512 vf;
+INGOT_INLINE vf vf_set1(float x) { return _mm512_set1_ps(x); }
+INGOT_INLINE vf vf_load(const float *p) { return _mm512_loadu_ps(p); }
+INGOT_INLINE void vf_store(float *p, vf x) { _mm512_storeu_ps(p, x); }
+INGOT_INLINE vf vf_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
+INGOT_INLINE vf vf_max(vf a, vf b) { return _mm512_max_ps(a, b); }
+INGOT_INLINE vf vf_min(vf a, vf b) { return _mm512_min_ps(a, b); }
+INGOT_INLINE float vf_hsum(vf x) { return _mm512_reduce_add_ps(x); }
+INGOT_INLINE float vf_hmax(vf x) { return _mm512_reduce_max_ps(x); }
+INGOT_INLINE __mmask16 vf_first(int n) { return (__mmask16)_bzhi_u32(0xffffu, (unsigned)n); }
+INGOT_INLINE vf vf_load_first(const float *p, int n) { return _mm512_maskz_loadu_ps(vf_first(n), p); }
+INGOT_INLINE void vf_store_first(float *p, vf x, int n) { _mm512_mask_storeu_ps(p, vf_first(n), x); }
+INGOT_INLINE vf vf_keep_first(vf x, int n, float other) {
+    return _mm512_mask_mov_ps(_mm512_set1_ps(other), vf_first(n), x);
+}
+INGOT_INLINE vf vf_load_bf16(const uint16_t *p) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
+}
+INGOT_INLINE void vf_store_bf16(uint16_t *p, vf x) {
+    __m512i u = _mm512_castps_si512(x);
+    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+    __m512i bits = _mm512_srli_epi32(_mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
+    __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    bits = _mm512_mask_or_epi32(bits, nan, _mm512_srli_epi32(u, 16), _mm512_set1_epi32(0x40));
+    _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(bits));
+}
+INGOT_INLINE vf vf_load_f16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+INGOT_INLINE void vf_store_f16(uint16_t *p, vf x) {
+    _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+/* 2^n x for integral n; shifted = n + INGOT_ROUND holds the same n as an integer. */
+INGOT_INLINE vf vf_scale_pow2(vf x, vf n, vf shifted) { (void)shifted; return _mm512_scalef_ps(x, n); }
+
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#include <immintrin.h>
+#define VF_LANES 8
+#define VF_REGISTERS 16
+typedef __m256 vf;
+INGOT_INLINE vf vf_set1(float x) { return _mm256_set1_ps(x); }
+INGOT_INLINE vf vf_load(const float *p) { return _mm256_loadu_ps(p); }
+INGOT_INLINE void vf_store(float *p, vf x) { _mm256_storeu_ps(p, x); }
+INGOT_INLINE vf vf_fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
+INGOT_INLINE vf vf_max(vf a, vf b) { return _mm256_max_ps(a, b); }
+INGOT_INLINE vf vf_min(vf a, vf b) { return _mm256_min_ps(a, b); }
+INGOT_INLINE float vf_hsum(vf x) {
+    __m128 h = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    h = _mm_add_ps(h, _mm_movehl_ps(h, h));
+    return _mm_cvtss_f32(_mm_add_ss(h, _mm_movehdup_ps(h)));
+}
+INGOT_INLINE float vf_hmax(vf x) {
+    __m128 h = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    h = _mm_max_ps(h, _mm_movehl_ps(h, h));
+    return _mm_cvtss_f32(_mm_max_ss(h, _mm_movehdup_ps(h)));
+}
+INGOT_INLINE __m256i vf_first(int n) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+INGOT_INLINE vf vf_load_first(const float *p, int n) { return _mm256_maskload_ps(p, vf_first(n)); }
+INGOT_INLINE void vf_store_first(float *p, vf x, int n) { _mm256_maskstore_ps(p, vf_first(n), x); }
+INGOT_INLINE vf vf_keep_first(vf x, int n, float other) {
+    return _mm256_blendv_ps(_mm256_set1_ps(other), x, _mm256_castsi256_ps(vf_first(n)));
+}
+INGOT_INLINE vf vf_load_bf16(const uint16_t *p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16));
+}
+INGOT_INLINE void vf_store_bf16(uint16_t *p, vf x) {
+    __m256i u = _mm256_castps_si256(x), high = _mm256_srli_epi32(u, 16);
+    __m256i odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
+    __m256i bits = _mm256_srli_epi32(_mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
+    __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    bits = _mm256_blendv_epi8(bits, _mm256_or_si256(high, _mm256_set1_epi32(0x40)), nan);
+    _mm_storeu_si128((__m128i *)p, _mm_packus_epi32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1)));
+}
+INGOT_INLINE vf vf_load_f16(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
+INGOT_INLINE void vf_store_f16(uint16_t *p, vf x) {
+    _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+INGOT_INLINE vf vf_scale_pow2(vf x, vf n, vf shifted) {
+    (void)n;
+    __m256i e = _mm256_sub_epi32(_mm256_castps_si256(shifted), _mm256_castps_si256(_mm256_set1_ps(INGOT_ROUND)));
+    __m256i half = _mm256_srai_epi32(e, 1), bias = _mm256_set1_epi32(127);
+    __m256i low = _mm256_slli_epi32(_mm256_add_epi32(half, bias), 23);
+    __m256i high = _mm256_slli_epi32(_mm256_add_epi32(_mm256_sub_epi32(e, half), bias), 23);
+    return x * _mm256_castsi256_ps(low) * _mm256_castsi256_ps(high);
+}
+
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#define VF_LANES 4
+#define VF_REGISTERS 32
+typedef float32x4_t vf;
+INGOT_INLINE vf vf_set1(float x) { return vdupq_n_f32(x); }
+INGOT_INLINE vf vf_load(const float *p) { return vld1q_f32(p); }
+INGOT_INLINE void vf_store(float *p, vf x) { vst1q_f32(p, x); }
+INGOT_INLINE vf vf_fma(vf a, vf b, vf c) { return vfmaq_f32(c, a, b); }
+INGOT_INLINE vf vf_max(vf a, vf b) { return vmaxq_f32(a, b); }
+INGOT_INLINE vf vf_min(vf a, vf b) { return vminq_f32(a, b); }
+INGOT_INLINE float vf_hsum(vf x) { return vaddvq_f32(x); }
+INGOT_INLINE float vf_hmax(vf x) { return vmaxvq_f32(x); }
+INGOT_INLINE uint32x4_t vf_first(int n) {
+    static const int32_t lanes[4] = {0, 1, 2, 3};
+    return vcltq_s32(vld1q_s32(lanes), vdupq_n_s32(n));
+}
+INGOT_INLINE vf vf_load_first(const float *p, int n) {
+    float lanes[4] = {0};
+    memcpy(lanes, p, sizeof(float) * (size_t)(n > 4 ? 4 : n > 0 ? n : 0));
+    return vld1q_f32(lanes);
+}
+INGOT_INLINE void vf_store_first(float *p, vf x, int n) {
+    float lanes[4];
+    vst1q_f32(lanes, x);
+    memcpy(p, lanes, sizeof(float) * (size_t)(n > 4 ? 4 : n > 0 ? n : 0));
+}
+INGOT_INLINE vf vf_keep_first(vf x, int n, float other) { return vbslq_f32(vf_first(n), x, vdupq_n_f32(other)); }
+INGOT_INLINE vf vf_load_bf16(const uint16_t *p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
+INGOT_INLINE void vf_store_bf16(uint16_t *p, vf x) {
+    uint32x4_t u = vreinterpretq_u32_f32(x), high = vshrq_n_u32(u, 16);
+    uint32x4_t odd = vandq_u32(high, vdupq_n_u32(1));
+    uint32x4_t bits = vshrq_n_u32(vaddq_u32(u, vaddq_u32(odd, vdupq_n_u32(0x7fff))), 16);
+    bits = vbslq_u32(vceqq_f32(x, x), bits, vorrq_u32(high, vdupq_n_u32(0x40)));
+    vst1_u16(p, vmovn_u32(bits));
+}
+INGOT_INLINE vf vf_load_f16(const uint16_t *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
+INGOT_INLINE void vf_store_f16(uint16_t *p, vf x) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(x))); }
+INGOT_INLINE vf vf_scale_pow2(vf x, vf n, vf shifted) {
+    (void)n;
+    int32x4_t e = vsubq_s32(vreinterpretq_s32_f32(shifted), vreinterpretq_s32_f32(vdupq_n_f32(INGOT_ROUND)));
+    int32x4_t half = vshrq_n_s32(e, 1), bias = vdupq_n_s32(127);
+    int32x4_t low = vshlq_n_s32(vaddq_s32(half, bias), 23);
+    int32x4_t high = vshlq_n_s32(vaddq_s32(vsubq_s32(e, half), bias), 23);
+    return x * vreinterpretq_f32_s32(low) * vreinterpretq_f32_s32(high);
+}
+
+#else
+#error "needs AVX-512 (F, BW, VL, DQ), AVX2 with FMA and F16C, or NEON"
+#endif
+
+INGOT_INLINE vf vf_zero(void) { return vf_set1(0.0f); }
+
+/* e^x of every lane, as ingot_expf: infinities, subnormal results and NaN included. */
+INGOT_INLINE vf vf_exp(vf x) {
+    /* min and max return their second operand when one is NaN, on x86; NEON's propagate NaN */
+    x = vf_max(vf_set1(INGOT_EXP_MIN), vf_min(vf_set1(INGOT_EXP_MAX), x));
+    vf shifted = vf_fma(x, vf_set1(INGOT_LOG2E), vf_set1(INGOT_ROUND));
+    vf n = shifted - vf_set1(INGOT_ROUND);
+    vf r = vf_fma(n, vf_set1(-INGOT_LN2_HIGH), x);
+    r = vf_fma(n, vf_set1(-INGOT_LN2_LOW), r);
+    vf p = vf_fma(vf_set1(INGOT_EXP_C4), r, vf_set1(INGOT_EXP_C3));
+    p = vf_fma(p, r, vf_set1(INGOT_EXP_C2));
+    p = vf_fma(p, r, vf_set1(INGOT_EXP_C1));
+    p = vf_fma(p, r, vf_set1(INGOT_EXP_C0));
+    p = vf_fma(p, r * r, r) + vf_set1(1.0f);
+    return vf_scale_pow2(p, n, shifted);
+}
+
+#endif
