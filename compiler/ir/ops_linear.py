@@ -1,0 +1,98 @@
+"""Products with weights, embeddings and normalisations."""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from .infer import broadcast_shapes, require
+from .op import operator
+from .types import DType, TensorType
+
+
+def _infer_matmul(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
+    a, b = types
+    require(len(a.shape) >= 2 and len(b.shape) >= 2 and a.shape[-1] == b.shape[-2], f"matmul of {a} and {b}")
+    batch = broadcast_shapes([a.shape[:-2], b.shape[:-2]]) if len(a.shape) > 2 or len(b.shape) > 2 else ()
+    return (TensorType((*batch, a.shape[-2], b.shape[-1])),)
+
+
+@operator("matmul", 2, _infer_matmul)
+def _matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """[.., M, K] x [.., K, N] -> [.., M, N]; the leading dimensions broadcast."""
+    return np.matmul(a, b)
+
+
+def _infer_linear(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
+    x, w, *bias = types
+    require(len(w.shape) == 2 and x.shape[-1:] == w.shape[1:], f"linear of {x} with weight {w}")
+    require(not bias or bias[0].shape == w.shape[:1], f"linear with weight {w} and bias {bias[0] if bias else None}")
+    return (TensorType((*x.shape[:-1], w.shape[0])),)
+
+
+@operator("linear", (2, 3), _infer_linear)
+def _linear(x: np.ndarray, w: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
+    """x [.., K], w [N, K], bias [N] -> [.., N]."""
+    y = np.matmul(x, w.T)
+    return y if bias is None else y + bias
+
+
+def _infer_expert_linear(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
+    x, ids, w, *bias = types
+    require(ids.dtype == DType.I32 and len(ids.shape) == 2 and len(w.shape) == 3 and x.shape[-1] == w.shape[2]
+            and x.shape[:-1] in (ids.shape, ids.shape[:1]), f"expert_linear of {x} by {ids} with weight {w}")
+    require(not bias or bias[0].shape == w.shape[:2], f"expert_linear with weight {w} and bias {bias}")
+    return (TensorType((*ids.shape, w.shape[1])),)
+
+
+@operator("expert_linear", (3, 4), _infer_expert_linear)
+def _expert_linear(x: np.ndarray, ids: np.ndarray, w: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
+    """The linear layer of expert ids[t, j] applied to token t (x [T, K]) or to its part j (x [T, k, K]).
+
+    w [E, N, K], bias [E, N] -> [T, k, N].
+    """
+    x = np.broadcast_to(x[:, None] if x.ndim == 2 else x, (*ids.shape, x.shape[-1]))
+    out = np.empty((*ids.shape, w.shape[1]), np.float32)
+    for expert in np.unique(ids):
+        rows = ids == expert
+        out[rows] = x[rows] @ w[expert].T
+        if bias is not None:
+            out[rows] += bias[expert]
+    return out
+
+
+def _infer_embedding(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
+    w, ids = types
+    require(len(w.shape) == 2 and ids.dtype == DType.I32, f"embedding of {ids} in {w}")
+    return (TensorType((*ids.shape, w.shape[1]), w.dtype),)
+
+
+@operator("embedding", 2, _infer_embedding)
+def _embedding(w: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """w [V, H], ids [..] -> [.., H]."""
+    return w[ids]
+
+
+def _infer_norm(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
+    x = types[0]
+    for parameter in types[1:]:
+        require(parameter.shape == x.shape[-1:], f"normalisation of {x} with a parameter {parameter}")
+    return (TensorType(x.shape),)
+
+
+@operator("rms_norm", (1, 2), _infer_norm)
+def _rms_norm(x: np.ndarray, w: np.ndarray | None = None, *, eps: float) -> np.ndarray:
+    """x / sqrt(mean(x^2) + eps) * w over the last dimension."""
+    y = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True, dtype=np.float32) + np.float32(eps))
+    return y if w is None else y * w
+
+
+@operator("layer_norm", (1, 3), _infer_norm)
+def _layer_norm(x: np.ndarray, w: np.ndarray | None = None, bias: np.ndarray | None = None, *, eps: float,
+                ) -> np.ndarray:
+    """(x - mean) / sqrt(variance + eps) * w + bias over the last dimension; the variance is the biased one."""
+    centered = x - np.mean(x, axis=-1, keepdims=True, dtype=np.float32)
+    y = centered / np.sqrt(np.mean(centered * centered, axis=-1, keepdims=True, dtype=np.float32) + np.float32(eps))
+    y = y if w is None else y * w
+    return y if bias is None else y + bias
