@@ -1,7 +1,7 @@
-"""The operator registry with the tensor operators loaded."""
+"""The operator registry with all operators loaded."""
 from __future__ import annotations
 
-from . import ops_attention, ops_elementwise, ops_linear, ops_reduce, ops_view
+from . import ops_attention, ops_elementwise, ops_fused, ops_linear, ops_reduce, ops_view
 from .op import OPS
 
-__all__ = ["OPS", "ops_attention", "ops_elementwise", "ops_linear", "ops_reduce", "ops_view"]
+__all__ = ["OPS", "ops_attention", "ops_elementwise", "ops_fused", "ops_linear", "ops_reduce", "ops_view"]

@@ -1,0 +1,62 @@
+"""Merge linear layers that read the same input: q/k/v, gate/up."""
+from __future__ import annotations
+
+import numpy as np
+
+from ..ir.graph import Graph, Node
+from ..ir.types import TensorType
+from ..weights.expr import WeightExpr, concat, literal
+
+
+def merge_linears(graph: Graph) -> Graph:
+    """linear(x, a), linear(x, b), … -> slices of linear(x, concat(a, b, …)).
+
+    Only layers of the same precision merge. One launch and one quantization of x instead of several; the slices are
+    views that the following kernels read in place.
+    """
+    groups: dict[tuple[str, str], list[Node]] = {}
+    for node in graph.nodes:
+        if node.op == "linear" and node.values[1] in graph.constants:
+            groups.setdefault((node.values[0], node.attrs.get("scheme", "")), []).append(node)
+    merged: dict[str, list[Node]] = {}  # output of the first member -> nodes that take its place
+    gone: set[str] = set()
+    constants, types = dict(graph.constants), dict(graph.types)
+    for members in groups.values():
+        if len(members) < 2:
+            continue
+        merged[members[0].output] = _merge(graph, members, constants, types)
+        gone.update(node.output for node in members[1:])
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        if node.outputs[0] in merged:
+            nodes.extend(merged[node.outputs[0]])
+        elif node.outputs[0] not in gone:
+            nodes.append(node)
+    return graph.rebuilt(nodes, constants=constants, types=types)
+
+
+def _merge(graph: Graph, members: list[Node], constants: dict[str, WeightExpr], types: dict[str, TensorType],
+           ) -> list[Node]:
+    first = members[0]
+    stem = "+".join(node.values[1] for node in members)
+    widths = [int(graph.types[node.output].shape[-1]) for node in members]
+    inputs = [first.values[0], stem]
+    constants[stem] = concat([constants[node.values[1]] for node in members], 0)
+    types[stem] = constants[stem].type
+    if any(len(node.values) > 2 for node in members):
+        bias = f"{stem}.bias"
+        constants[bias] = concat([
+            constants[node.values[2]] if len(node.values) > 2 else literal(np.zeros(width, np.float32))
+            for node, width in zip(members, widths, strict=True)], 0)
+        types[bias] = constants[bias].type
+        inputs.append(bias)
+    shape = graph.types[first.output].shape
+    output = "+".join(node.output for node in members)
+    types[output] = TensorType((*shape[:-1], sum(widths)))
+    nodes = [Node("linear", tuple(inputs), (output,), first.attrs, first.origin)]
+    start = 0
+    for node, width in zip(members, widths, strict=True):
+        attrs = {"dim": len(shape) - 1, "start": start, "stop": start + width, "step": 1}
+        nodes.append(Node("slice", (output,), (node.output,), attrs, node.origin))
+        start += width
+    return nodes

@@ -1,0 +1,65 @@
+"""The order of the passes, and the walk through them: verify after each, dump each when asked."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from ..ir.dump import dump
+from ..ir.graph import Graph
+from ..ir.types import DType
+from ..ir.verify import verify
+from ..loops.fuse import fuse_loops
+from ..precision import Precision
+from .assign_precision import assign_precision
+from .fold_constants import fold_constants
+from .fuse_add_norm import fuse_add_norm
+from .fuse_rope import fuse_rope_kv_write
+from .gather_logits import gather_logits
+from .insert_quantize import insert_quantize
+from .match import eliminate_dead_code
+from .merge_linears import merge_linears
+from .place_kv import place_kv
+from .raise_linear import raise_linear
+from .raise_norms import raise_norms
+from .raise_rope import raise_rope
+from .strided import accepts_strided
+
+Pass = tuple[str, Callable[[Graph], Graph]]
+
+KV_DTYPES = {"fp32": DType.F32, "bf16": DType.BF16}
+
+
+def cpu_pipeline(precision: Precision, kv: str) -> list[Pass]:
+    """From the imported graph to the one that is lowered, for CPU targets."""
+    return [
+        ("fold_constants", fold_constants),
+        ("raise_linear", raise_linear),
+        ("raise_norms", raise_norms),
+        ("raise_rope", raise_rope),
+        ("gather_logits", gather_logits),
+        ("assign_precision", partial(assign_precision, precision=precision)),
+        ("merge_linears", merge_linears),
+        ("place_kv", partial(place_kv, kv_dtype=KV_DTYPES[kv])),
+        ("fuse_rope_kv_write", fuse_rope_kv_write),
+        ("fuse_add_norm", fuse_add_norm),
+        ("insert_quantize", insert_quantize),
+        ("fuse_loops", partial(fuse_loops, accepts_strided=accepts_strided)),
+        ("dead_code", eliminate_dead_code),
+    ]
+
+
+def run_passes(graph: Graph, passes: list[Pass], dump_dir: Path | None = None,
+               progress: Callable[[str], None] = lambda name: None) -> Graph:
+    """Apply the passes in order. The graph is verified after each; with dump_dir, 00_import.txt, 01_….txt appear."""
+    verify(graph)
+    if dump_dir is not None:
+        dump_dir.mkdir(parents=True, exist_ok=True)
+        (dump_dir / "00_import.txt").write_text(dump(graph))
+    for number, (name, apply) in enumerate(passes, 1):
+        progress(name)
+        graph = apply(graph)
+        verify(graph)
+        if dump_dir is not None:
+            (dump_dir / f"{number:02d}_{name}.txt").write_text(dump(graph))
+    return graph

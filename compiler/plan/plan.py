@@ -1,0 +1,140 @@
+"""The plan of an engine: for each token bucket a list of launches, each argument bound to a place in memory.
+
+The same classes describe CPU and GPU engines. `Plan.to_json` is the member plan.json of an engine.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+PLAN_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Arg:
+    """Where a kernel's pointer points to.
+
+    kind   "value"  a value of the graph, in the arena (bound to an offset by the memory planner)
+           "weight" a packed blob of the engine, `offset` bytes in
+           "kv"     a part ("k" or "v") of KV-cache slot `name`
+           "input"  an array of the step, as named in ingot_step
+           "null"   nothing
+    """
+
+    kind: str
+    name: str = ""
+    offset: int = 0
+    part: str = ""
+
+    def to_json(self, offsets: dict[str, int]) -> list[Any]:
+        if self.kind == "value":
+            return ["arena", offsets[self.name] + self.offset]
+        if self.kind == "kv":
+            return ["kv", int(self.name), self.part]
+        if self.kind == "weight":
+            return ["weight", self.name, self.offset] if self.offset else ["weight", self.name]
+        return [self.kind, self.name] if self.name else [self.kind]
+
+
+NULL = Arg("null")
+
+
+@dataclass(frozen=True)
+class Write:
+    """A value that a launch leaves in its argument number `arg`; for tools that look into a running engine."""
+
+    arg: int
+    shape: tuple[int | str, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel over the whole step. `reads`, `writes` and `scratch` name buffers, for liveness."""
+
+    kernel: str
+    args: tuple[Arg, ...]
+    origin: str = ""
+    reads: tuple[str, ...] = ()
+    writes: dict[str, Write] = field(default_factory=dict)
+    scratch: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Output:
+    """The rows of an output in the arena: [L, width]."""
+
+    offset: int
+    width: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """What runs when a step has at most `tokens` tokens (and more than the next smaller bucket)."""
+
+    tokens: int
+    launches: tuple[Launch, ...]
+    offsets: dict[str, int]
+    arena_bytes: int
+    arena_bound_bytes: int
+    arena_unshared_bytes: int
+    outputs: dict[str, Output]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "tokens": self.tokens, "arena_bytes": self.arena_bytes,
+            "outputs": {name: vars(output) for name, output in self.outputs.items()},
+            "launches": [_launch_json(launch, self.offsets) for launch in self.launches]}
+
+
+@dataclass(frozen=True)
+class KvSlot:
+    """One KV cache of the model. K lies as [num_blocks, heads, block_size, key_dim], V likewise with value_dim."""
+
+    slot: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    dtype: str
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.heads * (self.key_dim + self.value_dim) * (2 if self.dtype == "bf16" else 4)
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A packed blob. label says what it is: "model.layers.0.self_attn.qkv w4a8 [960, 576]"."""
+
+    blob: str
+    size: int
+    label: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    block_size: int
+    kv: tuple[KvSlot, ...]
+    weights: dict[str, Weight]
+    buckets: tuple[Bucket, ...]
+    probes: dict[str, str]
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return sum(slot.bytes_per_token for slot in self.kv)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"version": PLAN_VERSION, "block_size": self.block_size, "kv": [vars(slot) for slot in self.kv],
+                "weights": {name: vars(weight) for name, weight in self.weights.items()},
+                "buckets": [bucket.to_json() for bucket in self.buckets], "probes": self.probes}
+
+
+def _launch_json(launch: Launch, offsets: dict[str, int]) -> dict[str, Any]:
+    entry: dict[str, Any] = {"kernel": launch.kernel, "args": [arg.to_json(offsets) for arg in launch.args]}
+    if launch.origin:
+        entry["origin"] = launch.origin
+    if launch.writes:
+        entry["writes"] = {name: {"arg": w.arg, "shape": list(w.shape), "dtype": w.dtype}
+                           for name, w in launch.writes.items()}
+    return entry
