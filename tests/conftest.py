@@ -1,0 +1,78 @@
+"""What all tests share: the demo checkpoints, and the markers `gpu` and `slow`."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import pytest
+
+from tools.demo_models import MODELS, Result, Unreachable, provide
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run the tests marked slow too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    reasons = {} if config.getoption("--slow") else {"slow": "slow; runs with --slow"}
+    if no_gpu := why_no_gpu():
+        reasons["gpu"] = no_gpu
+    for item in items:
+        for marker, reason in reasons.items():
+            if marker in item.keywords:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def why_no_gpu() -> str | None:
+    """None if the CUDA driver offers a device, else the reason to skip."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "no CUDA driver (libcuda.so.1) on this machine"
+    count = ctypes.c_int()
+    if status := driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return f"the CUDA driver does not start: CUresult {status}"
+    return None if count.value else "the CUDA driver offers no device"
+
+
+@pytest.fixture(scope="session")
+def smollm2_demo() -> Result:
+    return _demo("smollm2")
+
+
+@pytest.fixture(scope="session")
+def gemma3_demo() -> Result:
+    return _demo("gemma3")
+
+
+@pytest.fixture(scope="session")
+def smollm2_checkpoint(smollm2_demo: Result) -> Path:
+    """Folder of SmolLM2-135M-Instruct: bfloat16, tied embeddings, chat template."""
+    return smollm2_demo.checkpoint
+
+
+@pytest.fixture(scope="session")
+def gemma3_checkpoint(gemma3_demo: Result) -> Path:
+    """Folder of Gemma 3 270M: bfloat16, sliding and full attention, large vocabulary, base model."""
+    return gemma3_demo.checkpoint
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf(smollm2_demo: Result) -> Path:
+    """The GGUF file (Q4_1, Q8_0) that the SmolLM2 checkpoint was made from."""
+    return smollm2_demo.gguf
+
+
+@pytest.fixture(scope="session")
+def gemma3_gguf(gemma3_demo: Result) -> Path:
+    """The GGUF file (Q4_K, Q5_0, Q6_K, Q8_0) that the Gemma 3 checkpoint was made from."""
+    return gemma3_demo.gguf
+
+
+def _demo(name: str) -> Result:
+    """Made on first use, in the user's cache. Without network that is no fault of the code: skip."""
+    try:
+        return provide(MODELS[name])
+    except Unreachable as error:
+        pytest.skip(f"{name} is not in the cache and cannot be fetched: {error}")
