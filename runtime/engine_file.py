@@ -1,0 +1,280 @@
+"""Reads an engine file: checks it, then gives its members as bytes or mapped into memory.
+
+`EngineFile.open` checks, before anything is mapped or executed: the layout of the whole file byte by byte (every
+header, no gap, no overlap, nothing appended), the manifest, the table of members, and the hashes of the plan and the
+code. It reads neither weights nor tokenizer. `read` checks the hash of what it returns. `verify` checks every hash, so
+that after it no byte of the file is unchecked.
+
+A mapped engine must not be changed in place; writing a new one over it is safe, for the writer replaces the name and
+leaves the old file to those who have it mapped.
+"""
+
+import hashlib
+import io
+import mmap
+import os
+import stat
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Self
+
+from .engine_format import (
+    COMMENT_PREFIX,
+    DIRECTORY_ORDER,
+    END_BYTES,
+    FIRST_BYTES,
+    MANIFEST,
+    PLAN,
+    EngineFormatError,
+    EngineHashMismatch,
+    EngineTruncated,
+    Member,
+    NotAnEngine,
+    expect_bytes,
+    local_header,
+    parse_directory,
+    parse_end_records,
+    section,
+)
+from .errors import RequestError
+from .manifest import MAX_MANIFEST_BYTES, check_manifest, check_members, parse_canonical, parse_object
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_CHUNK_BYTES = 1 << 20
+_JUNK_SEARCH_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class MemberCheck:
+    """A member whose data were found to have the SHA-256 that the manifest gives and the CRC-32 of the directory."""
+
+    name: str
+    size_bytes: int
+    sha256: str
+
+
+class EngineFile:
+    """An open, checked engine.
+
+    path      as given to open
+    hash      SHA-256 of manifest.json, the name of this engine
+    manifest  its content
+    plan      content of plan.json, parsed when first asked for
+    members   name -> Member (size, offsets), in the order of the directory: manifest, plan, code, …
+    """
+
+    path: str
+    hash: str
+    manifest: dict[str, Any]
+    members: Mapping[str, Member]
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Self:
+        """Opens and checks the engine at `path`.
+
+        Raises RequestError when there is no readable file, else EngineFormatError or one of its kinds: NotAnEngine,
+        EngineTruncated, EngineVersionError, EngineHashMismatch.
+        """
+        engine = cls()
+        engine.path = os.fspath(path)
+        engine._file = _open_file(engine.path)
+        try:
+            engine._check()
+        except EngineFormatError as error:
+            engine.close()
+            raise type(error)(f"{engine.path}: {error}") from None
+        except BaseException:
+            engine.close()
+            raise
+        return engine
+
+    def __init__(self) -> None:
+        self._file: io.FileIO
+        self._map: mmap.mmap | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the file. Arrays that `map` gave stay valid; the mapping goes with the last of them."""
+        self._map = None
+        self._file.close()
+
+    @cached_property
+    def plan(self) -> dict[str, Any]:
+        data = self.read(PLAN)
+        try:
+            return parse_object(data, PLAN)
+        except EngineFormatError as error:
+            raise EngineFormatError(f"{self.path}: {error}") from None
+
+    def read(self, name: str) -> bytes:
+        """The data of a member, whose hash is checked. Raises EngineFormatError."""
+        member = self._member(name)
+        try:
+            data = _read(self._file, member.data_offset, member.size, f"member {name}")
+            self._check_hash(member, [data])
+        except EngineFormatError as error:
+            raise type(error)(f"{self.path}: {error}") from None
+        return data
+
+    def map(self, name: str) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
+        """The data of a member as a read-only [size] uint8 array that starts on a page; nothing is copied.
+
+        All members share one mapping. The hash is not checked here: call `verify` once for a new file.
+        """
+        import numpy as np  # inspecting and verifying an engine needs no arrays and should not wait for numpy
+
+        member = self._member(name)
+        if self._map is None:
+            self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
+        if member.size == 0:
+            return np.frombuffer(b"", np.uint8)
+        return np.frombuffer(self._map, np.uint8, count=member.size, offset=member.data_offset)
+
+    def verify(self, on_progress: Callable[[int, int], None] | None = None) -> list[MemberCheck]:
+        """Checks the hash of every member and that the plan is canonical; `on_progress(bytes done, bytes in all)`.
+
+        Raises EngineHashMismatch that lists every member that fails, expected and got.
+        """
+        total = sum(member.size for member in self.members.values())
+        done = 0
+        failures = []
+        for member in self.members.values():
+            try:
+                self._check_hash(member, self._chunks(member))
+            except EngineHashMismatch as error:
+                failures.append(str(error))
+            done += member.size
+            if on_progress is not None:
+                on_progress(done, total)
+        if failures:
+            raise EngineHashMismatch(
+                f"{self.path}: {len(failures)} of {len(self.members)} members are damaged:\n  " + "\n  ".join(failures)
+            )
+        parse_canonical(self.read(PLAN), f"{self.path}: {PLAN}")
+        return [MemberCheck(member.name, member.size, self._sha256(member.name)) for member in self.members.values()]
+
+    def _sha256(self, name: str) -> str:
+        return self.hash if name == MANIFEST else self.manifest["members"][name]["sha256"]
+
+    def _member(self, name: str) -> Member:
+        if name not in self.members:
+            raise EngineFormatError(f"{self.path}: the engine has no member {name!r}")
+        return self.members[name]
+
+    def _check(self) -> None:
+        """Fills members, manifest and hash, or raises EngineFormatError."""
+        in_file = _read_layout(self._file)
+        listed = sorted(in_file, key=lambda member: DIRECTORY_ORDER.index(section(member.name)))
+        self.members = MappingProxyType({member.name: member for member in listed})
+        for name in (MANIFEST, PLAN):
+            if name not in self.members:
+                raise EngineFormatError(f"member {name} is missing")
+        manifest = self.members[MANIFEST]
+        if manifest.size > MAX_MANIFEST_BYTES:
+            raise EngineFormatError(f"{MANIFEST} has {manifest.size} bytes, at most {MAX_MANIFEST_BYTES} are allowed")
+        data = _read(self._file, manifest.data_offset, manifest.size, MANIFEST)
+        self.hash = hashlib.sha256(data).hexdigest()
+        self._check_hash(manifest, [data])  # the CRC: no other record tells the manifest's SHA-256
+        self.manifest = parse_canonical(data, MANIFEST)
+        check_manifest(self.manifest)
+        check_members(self.manifest, self.members)
+        for member in listed:
+            if section(member.name) in (PLAN, "code/"):
+                self._check_hash(member, self._chunks(member))
+
+    def _chunks(self, member: Member) -> Iterator[bytes]:
+        for offset in range(member.data_offset, member.end_offset, _CHUNK_BYTES):
+            size = min(_CHUNK_BYTES, member.end_offset - offset)
+            yield _read(self._file, offset, size, f"member {member.name}")
+
+    def _check_hash(self, member: Member, chunks: Iterator[bytes] | list[bytes]) -> None:
+        digest, crc = hashlib.sha256(), 0
+        for chunk in chunks:
+            digest.update(chunk)
+            crc = zlib.crc32(chunk, crc)
+        expected = self._sha256(member.name)
+        if digest.hexdigest() != expected:
+            raise EngineHashMismatch(
+                f"member {member.name}: data have SHA-256 {digest.hexdigest()}, expected {expected}"
+            )
+        if crc != member.crc:
+            raise EngineHashMismatch(f"member {member.name}: data have CRC-32 {crc:08x}, expected {member.crc:08x}")
+
+
+def verify(path: str | os.PathLike[str]) -> list[MemberCheck]:
+    """Opens the engine at `path` and checks every byte of it. Raises as EngineFile.open and EngineFile.verify do."""
+    with EngineFile.open(path) as engine:
+        return engine.verify()
+
+
+def _open_file(path: str) -> io.FileIO:
+    try:
+        mode = os.stat(path).st_mode  # before open: opening a pipe would wait for its other end
+        if not stat.S_ISREG(mode):
+            kind = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
+            raise RequestError(f"{path} is {kind}; expected an engine file")
+        return io.FileIO(path, "rb")
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        reason = getattr(error, "strerror", None) or error
+        raise RequestError(f"cannot open the engine {path!r}: {reason}") from None
+
+
+def _read(file: io.FileIO, offset: int, size: int, what: str) -> bytes:
+    """Exactly `size` bytes at `offset`."""
+    parts = []
+    while size > 0:
+        try:
+            part = os.pread(file.fileno(), size, offset)
+        except OSError as error:
+            raise EngineFormatError(f"{what}: cannot read {size} bytes at {offset}: {error.strerror}") from None
+        if not part:
+            raise EngineTruncated(f"{what}: the file ends at {offset}, {size} bytes early; it shrank while being read")
+        parts.append(part)
+        offset, size = offset + len(part), size - len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _read_layout(file: io.FileIO) -> list[Member]:
+    """The members in file order, once every byte that is no member's data has been checked."""
+    file_size = os.fstat(file.fileno()).st_size
+    end = _read(file, max(0, file_size - END_BYTES), min(file_size, END_BYTES), "end record")
+    try:
+        num_members, directory_offset, directory_size = parse_end_records(end, file_size)
+    except NotAnEngine:
+        raise _explain_end(file, file_size) from None
+    data = _read(file, directory_offset, directory_size, "directory")
+    members = parse_directory(data, num_members, directory_offset)
+    for member in members:
+        size = member.data_offset - member.header_offset
+        header = _read(file, member.header_offset, size, f"header of {member.name}")
+        expect_bytes(header, local_header(member), f"header of {member.name}", member.header_offset)
+    return members
+
+
+def _explain_end(file: io.FileIO, file_size: int) -> EngineFormatError:
+    """Why a file does not end in the record that ends every engine."""
+    first = _read(file, 0, min(file_size, len(FIRST_BYTES)), "first bytes")
+    if first != FIRST_BYTES:
+        if FIRST_BYTES.startswith(first):
+            return EngineTruncated(f"{file_size} bytes: shorter than the first header of an engine")
+        return NotAnEngine(f"not an engine: the {file_size} bytes start {first.hex()}, expected {FIRST_BYTES.hex()}")
+    searched = min(file_size, _JUNK_SEARCH_BYTES)
+    tail = _read(file, file_size - searched, searched, "end record")
+    found = tail.rfind(COMMENT_PREFIX)
+    if found >= 0 and found + len(COMMENT_PREFIX) + 4 < searched:
+        junk = searched - found - len(COMMENT_PREFIX) - 4
+        return EngineTruncated(f"{junk} bytes follow the end record, which must be the last thing in the file")
+    return EngineTruncated(
+        f"no end record in the last {END_BYTES} of {file_size} bytes: the file was cut off or its end is damaged;\n"
+        "  copy or build it again."
+    )
