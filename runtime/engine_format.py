@@ -172,7 +172,8 @@ def parse_end_records(data: bytes, file_size: int) -> tuple[int, int, int]:
     EngineFormatError.
     """
     comment = data[-len(_COMMENT) :]
-    if not (comment.startswith(COMMENT_PREFIX) and comment[len(COMMENT_PREFIX) :].isdigit()):
+    is_ours = comment.startswith(COMMENT_PREFIX) and comment[len(COMMENT_PREFIX) :].isdigit()
+    if len(data) < END_BYTES or not is_ours:
         raise NotAnEngine("does not end as an engine does")
     check_version(int(comment[len(COMMENT_PREFIX) :]))
     num_members, _, size, _ = _END64.unpack_from(data)[-4:]

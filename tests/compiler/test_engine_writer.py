@@ -105,6 +105,22 @@ def test_permissions_follow_the_umask(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "x.engine").stat().st_mode) == 0o640
 
 
+def test_file_is_synced_before_it_gets_its_name_and_the_folder_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, real = tmp_path / "x.engine", os.fsync
+    synced: list[tuple[bool, bool]] = []
+
+    def fsync(fd: int) -> None:
+        synced.append((stat.S_ISDIR(os.fstat(fd).st_mode), path.exists()))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with EngineWriter(path) as writer:
+        fill(writer)
+    assert synced == [(False, False), (True, True)]
+
+
 # What is refused
 
 

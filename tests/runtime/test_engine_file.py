@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
+from ingot.runtime import engine_file
 from ingot.runtime.engine_file import EngineFile, verify
 from ingot.runtime.engine_format import (
     ALIGNMENT,
@@ -174,6 +175,13 @@ def test_open_reads_no_weights(engine_path: Path) -> None:
             engine.read(WEIGHT)
         with pytest.raises(EngineHashMismatch, match=f"1 of {len(MEMBERS)} members are damaged:\n.*{WEIGHT}"):
             engine.verify()
+
+
+@pytest.mark.parametrize("name", [PLAN, "code/engine.so"])
+def test_open_checks_what_will_be_executed(engine_path: Path, name: str) -> None:
+    engine_path.write_bytes(flipped(BY_NAME[name].end_offset - 1))
+    with pytest.raises(EngineHashMismatch, match=f"member {name}: data have SHA-256"):
+        EngineFile.open(engine_path)
 
 
 def test_opening_imports_no_numpy(engine_path: Path) -> None:
@@ -412,6 +420,33 @@ def test_members_and_manifest_disagree(tmp_path: Path) -> None:
     refuse(tmp_path, assemble(FILES, other), EngineHashMismatch, r"code/engine.so: data have SHA-256 \w{64}, expected")
 
 
+def test_wrong_number_of_members(tmp_path: Path) -> None:
+    size = END - DIRECTORY
+    fewer, more = (ENGINE[:END] + end_records(len(MEMBERS) + by, DIRECTORY, size) for by in (-1, 1))
+    refuse(tmp_path, fewer, EngineFormatError, rf"directory: 6 entries take \d+ bytes, expected {size}")
+    refuse(tmp_path, more, EngineFormatError, "directory entry 7: needs 46 bytes, 0 are left")
+
+
+def test_huge_manifest(engine_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = BY_NAME[MANIFEST].size
+    monkeypatch.setattr(engine_file, "MAX_MANIFEST_BYTES", size - 1)
+    with pytest.raises(EngineFormatError, match=rf"manifest\.json has {size} bytes, at most {size - 1} are allowed"):
+        EngineFile.open(engine_path)
+
+
+@pytest.mark.parametrize(
+    ("manifest", "message"),
+    [
+        (b"not JSON", r"manifest\.json: not valid JSON"),
+        (b'{"a":' * 50_000 + b"1" + b"}" * 50_000, r"manifest\.json: JSON is nested too deeply"),
+        (manifest_of(FILES) + b"\n", r"manifest\.json: not canonical JSON"),
+        (b"{}", r"manifest\.json: format_version: required field is missing"),
+    ],
+)
+def test_wrong_manifest(tmp_path: Path, manifest: bytes, message: str) -> None:
+    refuse(tmp_path, assemble(manifest=manifest), EngineFormatError, message)
+
+
 def test_plan_that_is_not_json(engine_path: Path) -> None:
     engine_path.write_bytes(assemble({**FILES, PLAN: b"[1]"}))
     with EngineFile.open(engine_path) as engine, pytest.raises(EngineFormatError, match=r"plan\.json: expected a JSON"):
@@ -447,8 +482,9 @@ def damaged(draw: st.DrawFn) -> bytes:
 
 
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=damaged() | st.binary(max_size=200))
+@given(data=damaged() | st.binary(max_size=200) | st.integers(1, 3000).map(lambda size: ENGINE[-size:]))
 @example(data=b"")
+@example(data=ENGINE[-24:])
 @example(data=ENGINE[END:])
 @example(data=ENGINE[DIRECTORY:])
 @example(data=ENGINE * 2)
