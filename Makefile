@@ -40,7 +40,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	@mkdir -p build/mypy/ingot
 	@for folder in compiler plugins runtime; do ln -sfn ../../../$$folder build/mypy/ingot/$$folder; done
-	@set -o pipefail; $(BIN)/mypy build/mypy/ingot tools | sed 's#^build/mypy/ingot/##'
+	@set -o pipefail; $(BIN)/mypy build/mypy/ingot tools tests | sed 's#^build/mypy/ingot/##'
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
