@@ -6,6 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from ingot.plugins.linear.pack import dequantize
+from ingot.plugins.quantize.reference import dequantize_rows, quantize, row_bytes
+from ingot.plugins.scheme import SCHEMES, Scheme
+
 from .infer import broadcast_shapes, require
 from .op import operator
 from .types import DType, TensorType
@@ -26,32 +30,67 @@ def _matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 def _infer_linear(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
     x, w, *bias = types
-    require(len(w.shape) == 2 and x.shape[-1:] == w.shape[1:], f"linear of {x} with weight {w}")
+    require(len(w.shape) == 2, f"linear with weight {w}")
+    width = row_bytes(int(w.shape[1]), SCHEMES[attrs["scheme"]]) if x.dtype == DType.U8 else w.shape[1]
+    require(x.shape[-1] == width, f"linear of {x} with weight {w}")
     require(not bias or bias[0].shape == w.shape[:1], f"linear with weight {w} and bias {bias[0] if bias else None}")
     return (TensorType((*x.shape[:-1], w.shape[0])),)
 
 
 @operator("linear", (2, 3), _infer_linear)
-def _linear(x: np.ndarray, w: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
-    """x [.., K], w [N, K], bias [N] -> [.., N]."""
-    y = np.matmul(x, w.T)
+def _linear(x: np.ndarray, w: np.ndarray, bias: np.ndarray | None = None, scheme: str = "fp32") -> np.ndarray:
+    """x [.., K], w [N, K], bias [N] -> [.., N].
+
+    scheme: how the weights are stored, key of plugins.scheme.SCHEMES. With x u8 [.., row_bytes] as `quantize` makes
+    it, the activations are those quantized values.
+    """
+    chosen = SCHEMES[scheme]
+    y = np.matmul(_float_rows(x, w.shape[1], chosen), _stored(w, chosen).T)
     return y if bias is None else y + bias
+
+
+def _float_rows(x: np.ndarray, width: int, scheme: Scheme) -> np.ndarray:
+    if x.dtype != np.uint8:
+        return x
+    return dequantize_rows(x.reshape(-1, x.shape[-1]), width, scheme).reshape(*x.shape[:-1], width)
+
+
+def _stored(w: np.ndarray, scheme: Scheme) -> np.ndarray:
+    """The weights as the scheme rounds them. w [.., K]."""
+    return w if scheme.weight_bits == 32 else dequantize(w.reshape(-1, w.shape[-1]), scheme).reshape(w.shape)
+
+
+def _infer_quantize(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
+    x, = types
+    return (TensorType((*x.shape[:-1], row_bytes(int(x.shape[-1]), SCHEMES[attrs["scheme"]])), DType.U8),)
+
+
+@operator("quantize", 1, _infer_quantize)
+def _quantize(x: np.ndarray, scheme: str) -> np.ndarray:
+    """x [.., K] -> u8 [.., row_bytes]: the activations as the matrix kernels of the scheme read them."""
+    rows = quantize(np.ascontiguousarray(x.reshape(-1, x.shape[-1]), np.float32), SCHEMES[scheme])
+    return rows.reshape(*x.shape[:-1], rows.shape[1])
 
 
 def _infer_expert_linear(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
     x, ids, w, *bias = types
-    require(ids.dtype == DType.I32 and len(ids.shape) == 2 and len(w.shape) == 3 and x.shape[-1] == w.shape[2]
+    require(ids.dtype == DType.I32 and len(ids.shape) == 2 and len(w.shape) == 3
             and x.shape[:-1] in (ids.shape, ids.shape[:1]), f"expert_linear of {x} by {ids} with weight {w}")
+    width = row_bytes(int(w.shape[2]), SCHEMES[attrs["scheme"]]) if x.dtype == DType.U8 else w.shape[2]
+    require(x.shape[-1] == width, f"expert_linear of {x} with weight {w}")
     require(not bias or bias[0].shape == w.shape[:2], f"expert_linear with weight {w} and bias {bias}")
     return (TensorType((*ids.shape, w.shape[1])),)
 
 
 @operator("expert_linear", (3, 4), _infer_expert_linear)
-def _expert_linear(x: np.ndarray, ids: np.ndarray, w: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
+def _expert_linear(x: np.ndarray, ids: np.ndarray, w: np.ndarray, bias: np.ndarray | None = None,
+                   scheme: str = "fp32") -> np.ndarray:
     """The linear layer of expert ids[t, j] applied to token t (x [T, K]) or to its part j (x [T, k, K]).
 
-    w [E, N, K], bias [E, N] -> [T, k, N].
+    w [E, N, K], bias [E, N] -> [T, k, N]. scheme and quantized x as in `linear`.
     """
+    x = _float_rows(x, w.shape[2], SCHEMES[scheme])
+    w = _stored(w, SCHEMES[scheme])
     x = np.broadcast_to(x[:, None] if x.ndim == 2 else x, (*ids.shape, x.shape[-1]))
     out = np.empty((*ids.shape, w.shape[1]), np.float32)
     for expert in np.unique(ids):
@@ -69,9 +108,10 @@ def _infer_embedding(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> t
 
 
 @operator("embedding", 2, _infer_embedding)
-def _embedding(w: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """w [V, H], ids [..] -> [.., H]."""
-    return w[ids]
+def _embedding(w: np.ndarray, ids: np.ndarray, scheme: str = "fp32") -> np.ndarray:
+    """w [V, H], stored by the scheme, ids [..] -> [.., H]."""
+    rows = w[ids.reshape(-1)]
+    return _stored(rows, SCHEMES[scheme]).reshape(*ids.shape, w.shape[1]) if scheme != "fp32" else w[ids]
 
 
 def _infer_norm(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:

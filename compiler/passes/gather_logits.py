@@ -56,9 +56,8 @@ def _single_row_input(graph: Graph, node: Node) -> str | None:
     shape, result = graph.types[rows[0]].shape, graph.types[node.output].shape
     axis = shape.index("T")
     lost = "T" not in result or result.index("T") != axis or any(dim != 1 for dim in shape[:axis])
-    if lost or node.op == "softmax" and node.attrs["dim"] % len(shape) == axis:
-        return None
-    return rows[0]
+    mixes_rows = node.op == "softmax" and node.attrs["dim"] % len(shape) == axis
+    return None if lost or mixes_rows else rows[0]
 
 
 def _rows(type_: TensorType) -> TensorType:

@@ -20,12 +20,11 @@ def raise_norms(graph: Graph) -> Graph:
 def _rms_norm(m: Matcher, node: Node) -> list[Node] | None:
     """mul(x, rsqrt(mean(x²) + eps)), and its spellings with div, sqrt, reciprocal and pow(-0.5)."""
     if node.op == "mul":
-        for x, scale in (node.inputs, node.inputs[::-1]):
-            root = _inverse_root(m, scale)
-            if root is not None:
-                break
-        else:
+        found = [(x, root) for x, scale in (node.inputs, node.inputs[::-1])
+                 if (root := _inverse_root(m, scale)) is not None]
+        if not found:
             return None
+        x, root = found[0]
     elif node.op == "div" and (sqrt := m.node(node.inputs[1], "sqrt")):
         x, root = node.inputs[0], sqrt.inputs[0]
     else:

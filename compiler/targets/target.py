@@ -11,7 +11,7 @@ import yaml
 
 from ingot.runtime.errors import RequestError
 
-from ..cpu.isa import host_isa_name
+from ..cpu.isa import host_isa, host_isas
 
 HOST = "cpu"
 """The target that stands for the machine that builds."""
@@ -62,7 +62,8 @@ def _load() -> dict[str, Target]:
 
 def list_targets() -> list[Target]:
     """All known targets; the host's own comes first, under its full name."""
-    host = find_target(HOST).name
+    runnable = host_isas()
+    host = f"cpu:{runnable[-1].name}" if runnable else ""
     return sorted(_load().values(), key=lambda target: (target.name != host, target.kind))
 
 
@@ -73,7 +74,7 @@ def find_target(name: str) -> Target:
     """
     targets = _load()
     if name == HOST:
-        name = f"cpu:{host_isa_name()}"
+        name = f"cpu:{host_isa().name}"
     if name in targets:
         return targets[name]
     near = difflib.get_close_matches(name, [HOST, *targets], n=3, cutoff=0.4)

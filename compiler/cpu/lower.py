@@ -1,0 +1,204 @@
+"""From the final graph to launches: one kernel a node, every operand placed.
+
+Views take no launch: a reshape is another name for the same memory, a slice of the last dimension is a column range
+that kernels read in place by its row stride.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from ingot.plugins.kernel import CpuKernel
+
+from ..ir.graph import Graph, Node
+from ..ir.types import Dim, TensorType, concrete, product
+from ..plan.memory import Life, plan_arena
+from ..plan.plan import Arg, Bucket, Launch, Output, Write
+from .weights import RAW, Packing, WeightTable
+
+INPUT_NAMES = ("token_ids", "positions", "logit_rows")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a value lies: rows of contiguous elements in the memory that `arg` names.
+
+    offset  of its first element from there, in elements
+    stride  elements from one row to the next, where the value is a column range of wider rows; else None
+    """
+
+    arg: Arg
+    offset: int = 0
+    stride: int | None = None
+
+
+@dataclass
+class Lowering:
+    """The launches of one token bucket; emitters.py adds them node by node."""
+
+    graph: Graph
+    isa: str
+    tokens: int
+    bindings: Mapping[str, int]
+    limits: Mapping[str, int]
+    weights: WeightTable
+    block_size: int
+    emitters: Mapping[str, Callable[[Lowering, Node], None]]
+    launches: list[Launch] = field(default_factory=list)
+    kernels: dict[str, CpuKernel] = field(default_factory=dict)
+    places: dict[str, Place] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+    last_reader: dict[str, int] = field(default_factory=dict)
+    position: int = 0
+
+    def run(self) -> Bucket:
+        for number, node in enumerate(self.graph.nodes):
+            self.last_reader.update({self.buffer(value): number for value in node.values})
+            for name in node.outputs:
+                self._alias(node, name)
+        self.last_reader.update({self.buffer(name): len(self.graph.nodes) for name in self.graph.outputs})
+        self.places = {}
+        for self.position, node in enumerate(self.graph.nodes):
+            if not self._is_view(node):
+                self.emitters[node.op](self, node)
+            for name in node.outputs:
+                self._alias(node, name)
+        return self._bucket()
+
+    # --- what emitters ask ---
+
+    def type(self, value: str) -> TensorType:
+        return self.graph.types[value]
+
+    def rows(self, value: str) -> Dim:
+        """The product of all dimensions but the last: "T", "L", "9*T"."""
+        return product(self.type(value).shape[:-1])
+
+    def width(self, value: str) -> int:
+        return int(self.type(value).shape[-1])
+
+    def place(self, value: str) -> Place:
+        """The place of an input, a constant as it is, or a value that an earlier launch has made."""
+        if value in self.graph.constants:
+            return Place(self.weight(value, RAW))
+        if value in INPUT_NAMES:
+            return Place(Arg("input", value))
+        return self.places[value]
+
+    def arg(self, value: str) -> Arg:
+        """The pointer to a value's first element."""
+        place = self.place(value)
+        offset = place.offset * self.type(value).dtype.size_bytes
+        return Arg(place.arg.kind, place.arg.name, place.arg.offset + offset, place.arg.part)
+
+    def stride(self, value: str) -> int:
+        """Elements from one row (of the last dimension) to the next."""
+        return self.place(value).stride or self.width(value)
+
+    def token_stride(self, value: str) -> int:
+        """Elements from one token to the next, for a value [T, …]."""
+        inner = product(self.type(value).shape[1:])
+        assert isinstance(inner, int)
+        return self.place(value).stride or inner
+
+    def weight(self, value: str, packing: Packing) -> Arg:
+        return Arg("weight", self.weights.name(self.graph.constants[value], packing, value))
+
+    def output(self, value: str) -> Arg:
+        """Reserve arena memory for a value that the launch being made will write."""
+        self.sizes[value] = self._bytes(self.type(value))
+        self.places[value] = Place(Arg("value", value))
+        return Arg("value", value)
+
+    def in_place(self, value: str, source: str) -> Arg | None:
+        """Let `value` take over the memory of `source` if nothing reads that any more, and it is as large."""
+        place = self.places.get(source)
+        if place is None or place != Place(Arg("value", place.arg.name)) \
+                or self.last_reader.get(place.arg.name, -1) > self.position \
+                or self.sizes.get(place.arg.name) != self._bytes(self.type(value)):
+            return None
+        self.places[value] = place
+        self.last_reader[place.arg.name] = max(self.last_reader[place.arg.name],
+                                               self.last_reader.get(value, self.position))
+        return place.arg
+
+    def scratch(self, size_bytes: int) -> Arg:
+        """Memory for one launch alone."""
+        name = f"scratch{len(self.launches)}"
+        self.sizes[name] = size_bytes
+        return Arg("value", name)
+
+    def kv(self, slot: int, part: str) -> Arg:
+        return Arg("kv", str(slot), 0, part)
+
+    def launch(self, node: Node, kernel: CpuKernel, args: list[Arg], writes: Mapping[str, int] | None = None) -> None:
+        """Add a launch. writes: value -> number of the argument that receives it."""
+        self.kernels[kernel.symbol] = kernel
+        buffers = tuple(dict.fromkeys(a.name for a in args if a.kind == "value"))
+        shown = {name: Write(arg, self.type(name).shape, self.type(name).dtype.value)
+                 for name, arg in (writes or {}).items()}
+        self.launches.append(Launch(kernel.symbol, tuple(args), node.origin, buffers, shown))
+
+    # --- inside ---
+
+    def buffer(self, value: str) -> str:
+        """The arena buffer that a value lies in, or the value's own name."""
+        place = self.places.get(value)
+        return place.arg.name if place is not None else value
+
+    def _is_view(self, node: Node) -> bool:
+        return node.op == "reshape" or (node.op == "slice" and _is_column_range(self.type(node.values[0]).shape, node))
+
+    def _alias(self, node: Node, name: str) -> None:
+        if not self._is_view(node):
+            self.places.setdefault(name, Place(Arg("value", name)))
+            return
+        source = node.values[0]
+        if source in self.graph.constants or source in INPUT_NAMES:
+            place = self.place(source)
+        else:
+            place = self.places[source]
+        if node.op == "reshape":
+            assert place.stride is None or _rows_kept(self.type(source).shape, self.type(name).shape), (
+                f"reshape of a column range from {self.type(source)} to {self.type(name)}: {node.origin}")
+            self.places[name] = place
+            return
+        axis, shape = node.attrs["dim"], self.type(source).shape
+        inner = 1
+        for dim in shape[axis + 1:]:
+            inner *= int(dim)
+        stride = place.stride or int(shape[axis]) * inner
+        self.places[name] = Place(place.arg, place.offset + int(node.attrs["start"]) * inner, stride)
+
+    def _bytes(self, type_: TensorType) -> int:
+        size = type_.dtype.size_bytes
+        for dim in concrete(type_.shape, dict(self.bindings)):
+            size *= dim
+        return size
+
+    def _bucket(self) -> Bucket:
+        first: dict[str, int] = {}
+        last: dict[str, int] = {}
+        for number, launch in enumerate(self.launches):
+            for name in launch.reads:
+                first.setdefault(name, number)
+                last[name] = number
+        outputs = {name: self.places[name] for name in self.graph.outputs}
+        for place in outputs.values():
+            last[place.arg.name] = len(self.launches)
+        arena = plan_arena(Life(name, self.sizes[name], first[name], last[name]) for name in first)
+        labels = dict(zip(self.graph.outputs, ["logits", *self.graph.outputs[1:]], strict=True))
+        return Bucket(self.tokens, tuple(self.launches), arena.offsets, arena.size, arena.bound, arena.unshared, {
+            labels[name]: Output(arena.offsets[place.arg.name], self.width(name), self.type(name).dtype.value)
+            for name, place in outputs.items()})
+
+
+def _is_column_range(shape: tuple[Dim, ...], node: Node) -> bool:
+    """A slice over the first dimension after the row dimension: rows stay whole pieces of memory."""
+    before = shape[:node.attrs["dim"]]
+    return node.attrs.get("step", 1) == 1 and sum(dim != 1 for dim in before) <= 1 \
+        and not isinstance(node.attrs["start"], str)
+
+
+def _rows_kept(old: tuple[Dim, ...], new: tuple[Dim, ...]) -> bool:
+    return [dim for dim in old if dim != 1][:1] == [dim for dim in new if dim != 1][:1]

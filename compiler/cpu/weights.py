@@ -1,0 +1,73 @@
+"""The packed weights of a CPU engine: which blobs there are, how large they get, and how each is made."""
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ingot.plugins.linear.pack import pack, packed_size
+from ingot.plugins.scheme import PANEL, SCHEMES
+
+from ..ir.types import DType
+from ..weights.evaluate import TensorSource, evaluate
+from ..weights.expr import WeightExpr
+
+ROWS_AT_A_TIME = 64 * PANEL
+"""Rows of a matrix that are in memory as float32 at a time: bounds the build's memory whatever the model's size."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """scheme  key of SCHEMES: panels for the matrix kernels, from [N, K], or for each expert from [E, N, K];
+            "": the elements as they are, row-major
+    """
+
+    scheme: str = ""
+
+
+RAW = Packing()
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    name: str
+    expr: WeightExpr
+    packing: Packing
+    label: str
+
+    @property
+    def size_bytes(self) -> int:
+        if self.packing == RAW:
+            return self.expr.size_bytes
+        *experts, n, k = self.expr.shape
+        return math.prod(experts) * packed_size(n, k, SCHEMES[self.packing.scheme])
+
+    def make(self, source: TensorSource) -> np.ndarray:
+        """The blob, u8. Evaluates the expression a piece at a time. Raises what the checkpoint raises."""
+        if self.packing == RAW:
+            return evaluate(self.expr, source).reshape(-1).view(np.uint8)
+        blob, at = np.empty(self.size_bytes, np.uint8), 0
+        rows = self.expr.shape[0]
+        step = ROWS_AT_A_TIME if len(self.expr.shape) == 2 else 1
+        for begin in range(0, rows, step):
+            part = evaluate(self.expr, source, rows=(begin, min(begin + step, rows)))
+            packed = pack(part.reshape(-1, part.shape[-1]), SCHEMES[self.packing.scheme])
+            blob[at:at + packed.size] = packed
+            at += packed.size
+        assert at == blob.size, f"{self.label}: packed {at} bytes, expected {blob.size}"
+        return blob
+
+
+@dataclass
+class WeightTable:
+    """Every weight that the plan refers to, each once: what is equal in recipe and packing is one blob."""
+
+    entries: dict[tuple[WeightExpr, Packing], PackedWeight] = field(default_factory=dict)
+
+    def name(self, expr: WeightExpr, packing: Packing, label: str) -> str:
+        key = expr, packing
+        if key not in self.entries:
+            text = f"{label} {packing.scheme or DType(expr.type.dtype).value} {list(expr.shape)}"
+            self.entries[key] = PackedWeight(f"w{len(self.entries)}", expr, packing, text)
+        return self.entries[key].name
