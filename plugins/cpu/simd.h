@@ -1,5 +1,6 @@
 /* Vectors of float32 in the width of the instruction set that the file is compiled for: 16 lanes with AVX-512, 8 with
- * AVX2, 4 with NEON. `vf` takes the operators + - * / of C. Loads and stores need no alignment. */
+ * AVX2, 4 with NEON. `vf` takes the operators + - * / of C. Loads and stores need no alignment.
+ * vf_..._first(.., n) touches the first n lanes alone, 0 <= n <= VF_LANES; a load sets the others to 0. */
 #ifndef INGOT_SIMD_H
 #define INGOT_SIMD_H
 #include "scalar_math.h"
@@ -37,6 +38,23 @@ INGOT_INLINE void vf_store_bf16(uint16_t *p, vf x) {
 INGOT_INLINE vf vf_load_f16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
 INGOT_INLINE void vf_store_f16(uint16_t *p, vf x) {
     _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+/* Lanes of a and b in turn: a0 b0 a1 b1 .. of the lower and of the upper half. */
+INGOT_INLINE vf vf_interleave_low(vf a, vf b) {
+    return _mm512_permutex2var_ps(a, _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23), b);
+}
+INGOT_INLINE vf vf_interleave_high(vf a, vf b) {
+    __m512i from = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+    return _mm512_permutex2var_ps(a, from, b);
+}
+/* out[0 .. 3] = the sums over the lanes of a, b, c, d */
+INGOT_INLINE void vf_hsum4(float *out, vf a, vf b, vf c, vf d) {
+    vf ab = _mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b);
+    vf cd = _mm512_unpacklo_ps(c, d) + _mm512_unpackhi_ps(c, d);
+    vf abcd = _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd)))
+            + _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd)));
+    __m256 half = _mm256_add_ps(_mm512_castps512_ps256(abcd), _mm512_extractf32x8_ps(abcd, 1));
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
 }
 /* 2^n x for integral n; shifted = n + INGOT_ROUND holds the same n as an integer. */
 INGOT_INLINE vf vf_scale_pow2(vf x, vf n, vf shifted) { (void)shifted; return _mm512_scalef_ps(x, n); }
@@ -85,6 +103,19 @@ INGOT_INLINE vf vf_load_f16(const uint16_t *p) { return _mm256_cvtph_ps(_mm_load
 INGOT_INLINE void vf_store_f16(uint16_t *p, vf x) {
     _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
+INGOT_INLINE vf vf_interleave_low(vf a, vf b) {
+    return _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x20);
+}
+INGOT_INLINE vf vf_interleave_high(vf a, vf b) {
+    return _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x31);
+}
+INGOT_INLINE void vf_hsum4(float *out, vf a, vf b, vf c, vf d) {
+    vf ab = _mm256_unpacklo_ps(a, b) + _mm256_unpackhi_ps(a, b);
+    vf cd = _mm256_unpacklo_ps(c, d) + _mm256_unpackhi_ps(c, d);
+    vf abcd = _mm256_castpd_ps(_mm256_unpacklo_pd(_mm256_castps_pd(ab), _mm256_castps_pd(cd)))
+            + _mm256_castpd_ps(_mm256_unpackhi_pd(_mm256_castps_pd(ab), _mm256_castps_pd(cd)));
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1)));
+}
 INGOT_INLINE vf vf_scale_pow2(vf x, vf n, vf shifted) {
     (void)n;
     __m256i e = _mm256_sub_epi32(_mm256_castps_si256(shifted), _mm256_castps_si256(_mm256_set1_ps(INGOT_ROUND)));
@@ -132,6 +163,11 @@ INGOT_INLINE void vf_store_bf16(uint16_t *p, vf x) {
 }
 INGOT_INLINE vf vf_load_f16(const uint16_t *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
 INGOT_INLINE void vf_store_f16(uint16_t *p, vf x) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(x))); }
+INGOT_INLINE vf vf_interleave_low(vf a, vf b) { return vzip1q_f32(a, b); }
+INGOT_INLINE vf vf_interleave_high(vf a, vf b) { return vzip2q_f32(a, b); }
+INGOT_INLINE void vf_hsum4(float *out, vf a, vf b, vf c, vf d) {
+    vst1q_f32(out, vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)));
+}
 INGOT_INLINE vf vf_scale_pow2(vf x, vf n, vf shifted) {
     (void)n;
     int32x4_t e = vsubq_s32(vreinterpretq_s32_f32(shifted), vreinterpretq_s32_f32(vdupq_n_f32(INGOT_ROUND)));
@@ -146,6 +182,28 @@ INGOT_INLINE vf vf_scale_pow2(vf x, vf n, vf shifted) {
 #endif
 
 INGOT_INLINE vf vf_zero(void) { return vf_set1(0.0f); }
+
+/* Loops whose bounds are constants after inlining, and whose arrays are to live in registers. */
+#ifdef __clang__
+#define INGOT_UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define INGOT_UNROLL _Pragma("GCC unroll 32")
+#endif
+
+/* Lane j of row i becomes lane i of row j: log2(VF_LANES) rounds in which row i meets row i + VF_LANES / 2. */
+INGOT_INLINE void vf_transpose(vf rows[VF_LANES]) {
+    vf other[VF_LANES];
+    INGOT_UNROLL
+    for (int round = 1; round < VF_LANES; round *= 2) {
+        INGOT_UNROLL
+        for (int i = 0; i < VF_LANES / 2; i++) {
+            other[2 * i] = vf_interleave_low(rows[i], rows[i + VF_LANES / 2]);
+            other[2 * i + 1] = vf_interleave_high(rows[i], rows[i + VF_LANES / 2]);
+        }
+        INGOT_UNROLL
+        for (int i = 0; i < VF_LANES; i++) rows[i] = other[i];
+    }
+}
 
 /* e^x of every lane, as ingot_expf: infinities, subnormal results and NaN included. */
 INGOT_INLINE vf vf_exp(vf x) {

@@ -1,0 +1,1 @@
+"""Attention over a paged KV cache, and the writing of keys and values into it."""

@@ -1,0 +1,151 @@
+/* Attention over a paged KV cache, for any mixture of sequences with one new token (generation) or many (context).
+ *
+ * The keys and values of this step's tokens are in the cache already; only the cache is read. Work is cut into items:
+ * (sequence, key/value head, tile of its new tokens, range of keys). All query heads that share a key/value head are
+ * rows of the same item, so that a key is read once for all of them. An item keeps, per row, the running maximum m of
+ * the scores, the sum l of exp(score - m) and the weighted sum of values (online softmax, Milakov & Gimelshein 2018).
+ *
+ * Long contexts of few new tokens are cut into ranges of keys too (split-KV as in Flash-Decoding, Dao et al. 2023);
+ * their m, l and unscaled sums go to `scratch`, and ingot_attention_combine, launched next, merges them. The cut
+ * depends on nothing but the sequence's own lengths: the result does not change with the other sequences, nor with the
+ * number of workers. */
+#ifndef INGOT_ATTENTION_H
+#define INGOT_ATTENTION_H
+#include "attention/attention_types.h"
+#include "attention/attention_few.h"
+#include "attention/attention_many.h"
+
+/* How one sequence is cut. Tile t holds new tokens [t * tile, ..), range r keys [base + r * range, ..). */
+typedef struct {
+    int tokens, context, tile, tiles, base, range, ranges;
+} ingot_attention_cut;
+
+INGOT_INLINE ingot_attention_cut ingot_attention_plan(const ingot_step *step, int seq, ingot_attention c) {
+    ingot_attention_cut cut;
+    int group = c.q_heads / c.kv_heads, rows = ATTENTION_ROWS(c.q_heads, c.kv_heads, c.key_dim, c.value_dim);
+    cut.tokens = step->query_start[seq + 1] - step->query_start[seq];
+    cut.context = step->context_len[seq];
+    cut.tile = rows / group;
+    cut.tiles = (cut.tokens + cut.tile - 1) / cut.tile;
+    cut.base = ingot_attention_low(cut.context - cut.tokens, c) & ~15;
+    int keys = cut.context - cut.base;
+    int most = cut.tokens <= ATTENTION_MAX_RANGES ? ATTENTION_MAX_RANGES / (cut.tokens ? cut.tokens : 1) : 1;
+    int ranges = (keys + ATTENTION_MIN_RANGE - 1) / ATTENTION_MIN_RANGE;
+    ranges = ranges > most ? most : ranges < 1 ? 1 : ranges;
+    cut.range = ((keys + ranges - 1) / ranges + 15) & ~15;
+    cut.ranges = keys > 0 ? (keys + cut.range - 1) / cut.range : 1;
+    return cut;
+}
+
+/* An item of that sequence; its keys are what both its range and the view of its tokens allow, perhaps none. */
+INGOT_INLINE ingot_attention_item ingot_attention_item_of(ingot_attention_cut cut, int tile, int range,
+                                                          ingot_attention c) {
+    ingot_attention_item item;
+    int first = tile * cut.tile, last = first + cut.tile < cut.tokens ? first + cut.tile : cut.tokens;
+    item.first = first;
+    item.tokens = last - first;
+    item.position = cut.context - cut.tokens + first;
+    int low = ingot_attention_low(item.position, c), high = item.position + item.tokens;
+    int begin = cut.base + range * cut.range, end = range == cut.ranges - 1 ? cut.context : begin + cut.range;
+    item.begin = begin > low ? begin : low;
+    item.end = end < high ? end : high;
+    if (item.end < item.begin) item.end = item.begin;
+    return item;
+}
+
+/* Proportional to the time an item takes: for each key the work of all rows, and that of loading it. */
+INGOT_INLINE int64_t ingot_attention_cost(ingot_attention_item item, int group) {
+    return (int64_t)(item.end - item.begin + 8) * (item.tokens * group + 4);
+}
+
+/* args: q [T, .., q_stride], K cache, V cache, sinks [Hq] or null, scratch, out [T, .., out_stride] */
+INGOT_INLINE void ingot_attention_run(const ingot_step *step, void *const *args, int worker, int num_workers,
+                                      ingot_attention c, float *work) {
+    const float *q = args[0], *sinks = args[3];
+    float *scratch = args[4], *out = args[5];
+    int group = c.q_heads / c.kv_heads;
+    int64_t total = 0;
+    for (int seq = 0; seq < step->num_seqs; seq++) {
+        ingot_attention_cut cut = ingot_attention_plan(step, seq, c);
+        for (int tile = 0; tile < cut.tiles; tile++) {
+            for (int range = 0; range < cut.ranges; range++) {
+                total += c.kv_heads * ingot_attention_cost(ingot_attention_item_of(cut, tile, range, c), group);
+            }
+        }
+    }
+    int64_t done = 0; /* an item belongs to the worker whose share of the total cost its middle lies in */
+    size_t unit = 0;  /* rows of scratch that belong to earlier sequences */
+    for (int seq = 0; seq < step->num_seqs; seq++) {
+        ingot_attention_cut cut = ingot_attention_plan(step, seq, c);
+        const int32_t *blocks = step->block_table + (size_t)seq * (size_t)step->max_blocks;
+        for (int head = 0; head < c.kv_heads; head++) {
+            for (int tile = 0; tile < cut.tiles; tile++) {
+                for (int range = 0; range < cut.ranges; range++) {
+                    ingot_attention_item item = ingot_attention_item_of(cut, tile, range, c);
+                    int64_t cost = ingot_attention_cost(item, group);
+                    int64_t owner = (2 * done + cost) * num_workers / (2 * total);
+                    done += cost;
+                    if (owner != worker) continue;
+                    int query = step->query_start[seq] + item.first;
+                    ingot_attention_rows rows = {
+                        .q = q + (ptrdiff_t)query * c.q_stride + head * group * c.key_dim,
+                        .out = out + (ptrdiff_t)query * c.out_stride + head * group * c.value_dim,
+                        .sinks = sinks ? sinks + head * group : 0,
+                    };
+                    if (cut.ranges > 1) {
+                        size_t row = unit + (size_t)range * (size_t)cut.tokens + (size_t)item.first;
+                        rows.partial = scratch + (row * (size_t)c.q_heads + (size_t)(head * group))
+                                                 * ATTENTION_PARTIAL(c.value_dim);
+                    }
+                    if (item.tokens * group <= ATTENTION_FEW_ROWS) {
+                        ingot_attention_few(args[1], args[2], blocks, head, item, rows, c, work);
+                    } else {
+                        ingot_attention_many(args[1], args[2], blocks, head, item, rows, c, work);
+                    }
+                }
+            }
+        }
+        if (cut.ranges > 1) unit += (size_t)cut.ranges * (size_t)cut.tokens;
+    }
+}
+
+/* Merges what the ranges of a sequence left in scratch. args: scratch, sinks [Hq] or null, out. */
+INGOT_INLINE void ingot_attention_combine(const ingot_step *step, void *const *args, int worker, int num_workers,
+                                          ingot_attention c) {
+    const float *scratch = args[0], *sinks = args[1];
+    float *out = args[2];
+    const int stride = ATTENTION_PARTIAL(c.value_dim);
+    size_t unit = 0;
+    for (int seq = 0; seq < step->num_seqs; seq++) {
+        ingot_attention_cut cut = ingot_attention_plan(step, seq, c);
+        if (cut.ranges == 1) continue;
+        int begin, end;
+        ingot_split(cut.tokens * c.q_heads, worker, num_workers, &begin, &end);
+        for (int row = begin; row < end; row++) {
+            const float *partial = scratch + (unit * (size_t)c.q_heads + (size_t)row) * (size_t)stride;
+            const size_t next = (size_t)cut.tokens * (size_t)c.q_heads * (size_t)stride;
+            int head = row % c.q_heads;
+            float peak = sinks ? sinks[head] : ATTENTION_NO_PEAK, sum = 0.0f;
+            for (int r = 0; r < cut.ranges; r++) {
+                float m = partial[(size_t)r * next + (size_t)c.value_dim];
+                peak = m > peak ? m : peak;
+            }
+            float weight[ATTENTION_MAX_RANGES];
+            for (int r = 0; r < cut.ranges; r++) {
+                const float *from = partial + (size_t)r * next + c.value_dim;
+                weight[r] = ingot_expf(from[0] - peak);
+                sum += weight[r] * from[1];
+            }
+            if (sinks) sum += ingot_expf(sinks[head] - peak);
+            float *to = out + (ptrdiff_t)(step->query_start[seq] + row / c.q_heads) * c.out_stride + head * c.value_dim;
+            for (int d = 0; d < c.value_dim; d++) {
+                float value = 0.0f;
+                for (int r = 0; r < cut.ranges; r++) value += weight[r] * partial[(size_t)r * next + (size_t)d];
+                to[d] = value / sum;
+            }
+        }
+        unit += (size_t)cut.ranges * (size_t)cut.tokens;
+    }
+}
+
+#endif

@@ -1,0 +1,152 @@
+/* Attention of many rows: context. Rows lie in lanes, so that the softmax runs down the keys without any exchange
+ * between lanes, and both products are blocks of broadcast and multiply-add:
+ *
+ *   scores [keys, rows]     = K tile [keys, key_dim] x Q^T [key_dim, rows]
+ *   sums   [rows, value_dim] += P^T [rows, keys] x V tile [keys, value_dim] */
+#ifndef INGOT_ATTENTION_MANY_H
+#define INGOT_ATTENTION_MANY_H
+#include "attention/attention_types.h"
+
+/* Copies rows [begin, end) of the cache to float32 rows of `row` floats, row 0 being position `start`; the other rows
+ * of the tile become 0, so that nothing unwritten takes part in a product. */
+INGOT_INLINE void ingot_many_load(const void *cache, const int32_t *blocks, int head, int dim, int start, int begin,
+                                  int end, int tile_end, float *tile, int row, ingot_attention c) {
+    for (int key = start; key < tile_end; key++) {
+        float *to = tile + (key - start) * row;
+        if (key < begin || key >= end) {
+            for (int d = 0; d < row; d++) to[d] = 0.0f;
+            continue;
+        }
+        size_t at = ingot_kv_row(blocks, key, head, c.kv_heads, c.block_size, dim);
+        int d = 0;
+        for (; d + VF_LANES <= dim; d += VF_LANES) vf_store(to + d, ingot_kv_load(cache, at + (size_t)d, c.kv_type));
+        if (d < dim) vf_store(to + d, ingot_kv_load_first(cache, at + (size_t)d, dim % VF_LANES, c.kv_type));
+    }
+}
+
+/* Queries times scale, transposed, in panels [rows / GEMM_COLUMNS][key_dim][GEMM_COLUMNS]; absent rows are 0. */
+INGOT_INLINE void ingot_many_queries(ingot_attention_rows rows, int count, int padded, float *panels,
+                                     ingot_attention c) {
+    int group = c.q_heads / c.kv_heads;
+    for (int r = 0; r < padded; r += VF_LANES) {
+        float *panel = panels + (ptrdiff_t)(r / GEMM_COLUMNS) * GEMM_COLUMNS * c.key_dim + r % GEMM_COLUMNS;
+        for (int d = 0; d < c.key_dim; d += VF_LANES) {
+            int width = c.key_dim - d < VF_LANES ? c.key_dim - d : VF_LANES;
+            vf lanes[VF_LANES];
+            INGOT_UNROLL
+            for (int i = 0; i < VF_LANES; i++) {
+                int row = r + i < count ? r + i : count - 1; /* a row that exists; its copy is never used */
+                const float *from = rows.q + (ptrdiff_t)(row / group) * c.q_stride + row % group * c.key_dim + d;
+                lanes[i] = (width == VF_LANES ? vf_load(from) : vf_load_first(from, width)) * vf_set1(c.scale);
+            }
+            vf_transpose(lanes);
+            INGOT_UNROLL
+            for (int i = 0; i < VF_LANES; i++) {
+                if (i < width) vf_store(panel + (ptrdiff_t)(d + i) * GEMM_COLUMNS, lanes[i]);
+            }
+        }
+    }
+}
+
+/* One tile of scores, rows in lanes: scores become exp(score - m); m and l go on; scale: what earlier sums shrink by */
+INGOT_INLINE void ingot_many_softmax(float *scores, int row, int keys, int padded, float *m, float *l, float *scale) {
+    for (int r = 0; r < padded; r += VF_LANES) {
+        vf old = vf_load(m + r), peak = old, peak2 = old, sum = vf_zero(), sum2 = vf_zero();
+        float *column = scores + r;
+        int j = 0;
+        for (; j + 2 <= keys; j += 2) {
+            peak = vf_max(vf_load(column + j * row), peak);
+            peak2 = vf_max(vf_load(column + (j + 1) * row), peak2);
+        }
+        if (j < keys) peak = vf_max(vf_load(column + j * row), peak);
+        peak = vf_max(peak, peak2);
+        for (j = 0; j + 2 <= keys; j += 2) {
+            vf p = vf_exp(vf_load(column + j * row) - peak), p2 = vf_exp(vf_load(column + (j + 1) * row) - peak);
+            vf_store(column + j * row, p);
+            vf_store(column + (j + 1) * row, p2);
+            sum = sum + p;
+            sum2 = sum2 + p2;
+        }
+        if (j < keys) {
+            vf p = vf_exp(vf_load(column + j * row) - peak);
+            vf_store(column + j * row, p);
+            sum = sum + p;
+        }
+        vf shrink = vf_exp(old - peak);
+        vf_store(m + r, peak);
+        vf_store(l + r, vf_fma(vf_load(l + r), shrink, sum + sum2));
+        vf_store(scale + r, shrink);
+    }
+}
+
+INGOT_INLINE void ingot_attention_many(const void *k_cache, const void *v_cache, const int32_t *blocks, int head,
+                                       ingot_attention_item item, ingot_attention_rows rows, ingot_attention c,
+                                       float *work) {
+    const int max_rows = ATTENTION_ROWS(c.q_heads, c.kv_heads, c.key_dim, c.value_dim);
+    const int k_row = ATTENTION_ALIGN(c.key_dim, 16), v_row = ATTENTION_ALIGN(c.value_dim, 16), s_row = max_rows + 16;
+    float *panels = work, *scores = panels + max_rows * k_row, *k_tile = scores + ATTENTION_KEYS * s_row;
+    float *v_tile = k_tile + ATTENTION_KEYS * k_row, *sums = v_tile + ATTENTION_KEYS * v_row;
+    float *m = sums + (max_rows + 16) * v_row, *l = m + s_row, *scale = l + s_row, *low = scale + s_row;
+    float *high = low + s_row;
+    int group = c.q_heads / c.kv_heads, count = item.tokens * group;
+    int padded = ATTENTION_ALIGN(count, VF_LANES), sum_rows = ATTENTION_ALIGN(count, GEMM_ROWS);
+
+    ingot_many_queries(rows, count, padded, panels, c);
+    for (int r = 0; r < s_row; r++) {
+        int row = r < count ? r : count - 1, position = item.position + row / group;
+        m[r] = ATTENTION_NO_PEAK;
+        l[r] = 0.0f;
+        scale[r] = 0.0f;
+        low[r] = (float)ingot_attention_low(position, c); /* positions below 2^24 are exact in float32 */
+        high[r] = (float)position;
+    }
+    for (int i = 0; i < sum_rows * v_row; i++) sums[i] = 0.0f;
+    for (int j = 0; j < ATTENTION_KEYS; j++) {
+        for (int r = padded; r < sum_rows; r++) scores[j * s_row + r] = 0.0f;
+    }
+    int first_low = ingot_attention_low(item.position, c);
+    int last_low = ingot_attention_low(item.position + item.tokens - 1, c);
+
+    /* Tiles lie at multiples of their size, whatever the item's begin: a row's arithmetic does not depend on which
+     * other rows it shares the item with. */
+    for (int start = item.begin / ATTENTION_KEYS * ATTENTION_KEYS; start < item.end; start += ATTENTION_KEYS) {
+        int stop = start + ATTENTION_KEYS < item.end ? start + ATTENTION_KEYS : item.end, keys = stop - start;
+        int by_rows = ATTENTION_ALIGN(keys, GEMM_ROWS);
+        ingot_many_load(k_cache, blocks, head, c.key_dim, start, item.begin, stop, start + by_rows, k_tile, k_row, c);
+        ingot_many_load(v_cache, blocks, head, c.value_dim, start, item.begin, stop, stop, v_tile, v_row, c);
+        for (int r = 0; r < padded; r += GEMM_COLUMNS) {
+            int vectors = (padded - r < GEMM_COLUMNS ? padded - r : GEMM_COLUMNS) / VF_LANES;
+            for (int j = 0; j < keys; j += GEMM_ROWS) {
+                ingot_gemm_vectors(GEMM_ROWS, vectors, VF_LANES, c.key_dim, k_tile + j * k_row, k_row, 1,
+                                   panels + (ptrdiff_t)r * c.key_dim, GEMM_COLUMNS, scores + j * s_row + r, s_row, 0);
+            }
+        }
+        if (c.softcap) {
+            for (int j = 0; j < keys; j++) {
+                float *row = scores + j * s_row;
+                for (int r = 0; r < padded; r++) row[r] = c.softcap * ingot_tanhf(row[r] * (1.0f / c.softcap));
+            }
+        }
+        if (stop - 1 > item.position || start < last_low || item.begin > start || first_low > start) {
+            for (int j = 0; j < keys; j++) {
+                float *row = scores + j * s_row, key = (float)(start + j);
+                int outside = start + j < item.begin;
+                for (int r = 0; r < padded; r++) {
+                    int hidden = outside | (key > high[r]) | (key < low[r]);
+                    row[r] = hidden ? -__builtin_inff() : row[r];
+                }
+            }
+        }
+        ingot_many_softmax(scores, s_row, keys, padded, m, l, scale);
+        for (int r = 0; r < sum_rows; r += GEMM_ROWS) {
+            for (int d = 0; d < v_row; d += GEMM_COLUMNS) {
+                int vectors = (v_row - d < GEMM_COLUMNS ? v_row - d : GEMM_COLUMNS) / VF_LANES;
+                ingot_gemm_vectors(GEMM_ROWS, vectors, VF_LANES, keys, scores + r, 1, s_row, v_tile + d, v_row,
+                                   sums + r * v_row + d, v_row, scale + r);
+            }
+        }
+    }
+    for (int r = 0; r < count; r++) ingot_attention_finish(rows, r, sums + r * v_row, m[r], l[r], c);
+}
+
+#endif

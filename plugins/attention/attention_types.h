@@ -1,0 +1,86 @@
+/* What the parts of the attention kernel share: its constants, an item of work, the memory it works in. */
+#ifndef INGOT_ATTENTION_TYPES_H
+#define INGOT_ATTENTION_TYPES_H
+#include "attention/kv_cache.h"
+#include "cpu/gemm.h"
+
+typedef struct {
+    int q_heads, kv_heads, key_dim, value_dim, block_size, kv_type;
+    int q_stride, out_stride; /* floats from one token's row to the next */
+    int window, chunk;        /* 0: none */
+    float scale, softcap;     /* softcap 0: none */
+} ingot_attention;
+
+/* New tokens first .. first + tokens - 1 of a sequence, the first at `position`, and the keys [begin, end) that at
+ * least one of them may see. */
+typedef struct {
+    int first, tokens, position, begin, end;
+} ingot_attention_item;
+
+/* Where the item's rows come from and go to; row r is head r % group of token r / group. */
+typedef struct {
+    const float *q, *sinks;
+    float *out, *partial; /* partial: null, or [token, Hq, value_dim + 2 padded], ending with m and l */
+} ingot_attention_rows;
+
+/* At most so many ranges of keys in a sequence, none shorter than ATTENTION_MIN_RANGE (if there are two). With n new
+ * tokens at most MAX / n, so that a sequence takes at most MAX rows of Hq heads in scratch. */
+#define ATTENTION_MAX_RANGES 16
+#define ATTENTION_MIN_RANGE 128
+#define ATTENTION_PARTIAL(value_dim) (((value_dim) + 2 + 15) / 16 * 16)
+
+/* Up to here scores are dot products along the head; above, matrix products over rows in lanes. */
+#define ATTENTION_FEW_ROWS 12
+
+/* The start of a running maximum: finite, so that a row that has seen no key yet gives exp(-inf - m) = 0, not NaN. */
+#define ATTENTION_NO_PEAK -1e30f
+
+/* Keys in a tile: a multiple of GEMM_ROWS and of 16. A tile of keys, its scores and the operands of one block of the
+ * matrix products then stay in the first-level cache for usual heads. */
+#define ATTENTION_KEYS 48
+#define ATTENTION_FEW_KEYS 128
+#define ATTENTION_ALIGN(n, a) (((n) + (a) - 1) / (a) * (a))
+
+/* Rows of an item at most: a multiple of 64, and never less than one token's heads. */
+#define ATTENTION_BASE_ROWS(dk, dv) ((dk) + (dv) <= 256 ? 128 : 64)
+#define ATTENTION_ROWS(hq, hkv, dk, dv) \
+    ((hq) / (hkv) > ATTENTION_BASE_ROWS(dk, dv) ? ATTENTION_ALIGN((hq) / (hkv), 64) : ATTENTION_BASE_ROWS(dk, dv))
+
+/* Working memory of one worker in floats, on its stack: queries, scores, keys, values, sums, and four numbers a row. */
+#define ATTENTION_WORK(hq, hkv, dk, dv)                                                                              \
+    (ATTENTION_ROWS(hq, hkv, dk, dv) * ATTENTION_ALIGN(dk, 16)                                                       \
+     + ATTENTION_KEYS * (ATTENTION_ROWS(hq, hkv, dk, dv) + 16)                                                       \
+     + ATTENTION_KEYS * (ATTENTION_ALIGN(dk, 16) + ATTENTION_ALIGN(dv, 16))                                          \
+     + (ATTENTION_ROWS(hq, hkv, dk, dv) + 16) * (ATTENTION_ALIGN(dv, 16) + 5))
+
+/* The first key position that a token may see. */
+INGOT_INLINE int ingot_attention_low(int position, ingot_attention c) {
+    int low = 0;
+    if (c.window && position - c.window + 1 > low) low = position - c.window + 1;
+    if (c.chunk && position / c.chunk * c.chunk > low) low = position / c.chunk * c.chunk;
+    return low;
+}
+
+/* Row r is done: sum is unscaled and padded to vectors. */
+INGOT_INLINE void ingot_attention_finish(ingot_attention_rows rows, int r, const float *sum, float m, float l,
+                                         ingot_attention c) {
+    int group = c.q_heads / c.kv_heads, token = r / group, head = r % group;
+    if (rows.partial) {
+        float *to = rows.partial + (ptrdiff_t)(token * c.q_heads + head) * ATTENTION_PARTIAL(c.value_dim);
+        for (int d = 0; d < c.value_dim; d++) to[d] = sum[d];
+        to[c.value_dim] = m;
+        to[c.value_dim + 1] = l;
+        return;
+    }
+    float factor = 1.0f;
+    if (rows.sinks) {
+        float peak = rows.sinks[head] > m ? rows.sinks[head] : m;
+        factor = ingot_expf(m - peak);
+        l = l * factor + ingot_expf(rows.sinks[head] - peak);
+    }
+    factor /= l;
+    float *to = rows.out + (ptrdiff_t)token * c.out_stride + head * c.value_dim;
+    for (int d = 0; d < c.value_dim; d++) to[d] = sum[d] * factor;
+}
+
+#endif

@@ -1,0 +1,80 @@
+"""The attention kernels of the CPU target."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..constants import float_in_c, symbol
+from ..kernel import CpuKernel
+
+_INCLUDE = "attention/attention.h"
+_MAX_RANGES = 16
+KV_TYPES = {"f32": "INGOT_KV_F32", "bf16": "INGOT_KV_BF16"}
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The constants of one attention.
+
+    q_stride, out_stride: floats from a token's row to the next; 0: rows without gaps.
+    window, chunk, softcap: 0 means none; see the reference. kv_dtype: "f32" | "bf16".
+    """
+
+    q_heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    block_size: int
+    scale: float
+    window: int = 0
+    chunk: int = 0
+    softcap: float = 0.0
+    kv_dtype: str = "bf16"
+    q_stride: int = 0
+    out_stride: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.q_heads % self.kv_heads == 0, self
+        assert self.block_size % 4 == 0, "keys are taken by fours, which must lie in one block"
+        assert self.kv_dtype in KV_TYPES, self
+
+    def _symbol(self, name: str) -> str:
+        c = self
+        return symbol(name, f"q{c.q_heads}", f"kv{c.kv_heads}", f"k{c.key_dim}", f"v{c.value_dim}", f"b{c.block_size}",
+                      c.kv_dtype, f"w{c.window}" if c.window else "", f"c{c.chunk}" if c.chunk else "",
+                      f"qs{c.q_stride}" if c.q_stride else "", f"os{c.out_stride}" if c.out_stride else "",
+                      float(c.scale), float(c.softcap))
+
+    @property
+    def _in_c(self) -> str:
+        c = self
+        return (f"const ingot_attention c = {{.q_heads = {c.q_heads}, .kv_heads = {c.kv_heads}, "
+                f".key_dim = {c.key_dim}, .value_dim = {c.value_dim},\n"
+                f"    .block_size = {c.block_size}, .kv_type = {KV_TYPES[c.kv_dtype]}, "
+                f".q_stride = {c.q_stride or c.q_heads * c.key_dim}, "
+                f".out_stride = {c.out_stride or c.q_heads * c.value_dim},\n"
+                f"    .window = {c.window}, .chunk = {c.chunk}, "
+                f".scale = {float_in_c(c.scale)}, .softcap = {float_in_c(c.softcap)}}};\n")
+
+
+def attention(problem: Attention) -> CpuKernel:
+    """First of two launches. args: q f32 [T, Hq, Dk] (rows q_stride apart), K cache, V cache, sinks f32 [Hq] or null,
+    scratch (`scratch_bytes`), out f32 [T, Hq, Dv] (rows out_stride apart).
+    """
+    p = problem
+    work = f"ATTENTION_WORK({p.q_heads}, {p.kv_heads}, {p.key_dim}, {p.value_dim})"
+    return CpuKernel(p._symbol("attention"), _INCLUDE,
+                     f"{p._in_c}_Alignas(64) float work[{work}];\n"
+                     "ingot_attention_run(step, args, worker, num_workers, c, work);")
+
+
+def attention_combine(problem: Attention) -> CpuKernel:
+    """Second launch; before it, `out` holds nothing for long contexts. args: scratch, sinks or null, out."""
+    return CpuKernel(problem._symbol("attention_combine"), _INCLUDE,
+                     f"{problem._in_c}ingot_attention_combine(step, args, worker, num_workers, c);")
+
+
+def scratch_bytes(problem: Attention, max_tokens: int, max_seqs: int) -> int:
+    """Size of the scratch of a step with at most so many tokens and sequences."""
+    rows = _MAX_RANGES * min(max_tokens, max_seqs) * problem.q_heads
+    row_floats = -(-(problem.value_dim + 2) // 16) * 16
+    return 4 * rows * row_floats

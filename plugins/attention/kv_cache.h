@@ -1,0 +1,40 @@
+/* Where a key or a value lies: K as [num_blocks, kv_heads, block_size, key_dim], V likewise with value_dim.
+ * The element type is a constant of the kernel. */
+#ifndef INGOT_KV_CACHE_H
+#define INGOT_KV_CACHE_H
+#include "cpu/ingot_kernel.h"
+#include "cpu/simd.h"
+
+enum { INGOT_KV_F32, INGOT_KV_BF16 };
+
+INGOT_INLINE size_t ingot_kv_bytes(int type) { return type == INGOT_KV_BF16 ? 2 : 4; }
+
+/* Number of the first element of a position's row. */
+INGOT_INLINE size_t ingot_kv_row(const int32_t *blocks, int position, int head, int heads, int block_size, int dim) {
+    size_t block = (size_t)blocks[position / block_size], slot = (size_t)(position % block_size);
+    return ((block * (size_t)heads + (size_t)head) * (size_t)block_size + slot) * (size_t)dim;
+}
+
+/* Elements i .. i + VF_LANES - 1 */
+INGOT_INLINE vf ingot_kv_load(const void *cache, size_t i, int type) {
+    return type == INGOT_KV_BF16 ? vf_load_bf16((const uint16_t *)cache + i) : vf_load((const float *)cache + i);
+}
+
+/* Elements i .. i + n - 1, the other lanes 0: what lies behind a row's end may be anything, NaN too. */
+INGOT_INLINE vf ingot_kv_load_first(const void *cache, size_t i, int n, int type) {
+    if (type == INGOT_KV_F32) return vf_load_first((const float *)cache + i, n);
+    uint16_t lanes[VF_LANES] = {0};
+    memcpy(lanes, (const uint16_t *)cache + i, sizeof(uint16_t) * (size_t)n);
+    return vf_load_bf16(lanes);
+}
+
+INGOT_INLINE void ingot_kv_store_row(void *cache, size_t i, const float *x, int dim, int type) {
+    if (type == INGOT_KV_F32) {
+        memcpy((float *)cache + i, x, sizeof(float) * (size_t)dim);
+    } else {
+        uint16_t *to = (uint16_t *)cache + i;
+        for (int d = 0; d < dim; d++) to[d] = ingot_to_bf16(x[d]);
+    }
+}
+
+#endif

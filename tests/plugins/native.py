@@ -1,0 +1,115 @@
+"""What the tests of kernels share: compile them for each instruction set of this machine, call them on numpy arrays."""
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ingot.compiler.cpu.isa import ISAS, host_isas
+from ingot.compiler.cpu.toolchain import compile_shared
+from ingot.plugins.kernel import INCLUDE_DIR, CpuKernel, translation_unit
+
+HOST_ISAS = [isa.name for isa in host_isas() if isa.name != "x86-64-v4-vnni"]
+"""Float kernels make no use of VNNI; the other sets each have code of their own."""
+
+
+_COUNTS = ("num_tokens", "num_seqs", "num_logits", "max_blocks")
+_ARRAYS = ("token_ids", "positions", "token_seq", "logit_rows", "query_start", "context_len", "block_table")
+
+
+class StepStruct(ctypes.Structure):
+    """ingot_step of ingot_kernel.h."""
+
+    _fields_ = [(name, ctypes.c_int32) for name in _COUNTS] + [(name, ctypes.c_void_p) for name in _ARRAYS]
+
+
+class Step:
+    """A step of sequences given as (context length after the step, new tokens), their blocks in random order.
+
+    num_blocks: so many blocks a cache must have; `unused` is one that belongs to no sequence.
+    """
+
+    def __init__(self, sequences: Sequence[tuple[int, int]], block_size: int = 16, seed: int = 0,
+                 logit_rows: Sequence[int] = ()) -> None:
+        lengths = [length for length, _ in sequences]
+        counts = [-(-length // block_size) for length in lengths]
+        self.num_blocks = sum(counts) + 1
+        order = np.random.default_rng(seed).permutation(self.num_blocks).astype(np.int32)
+        self.unused = int(order[-1])
+        self.block_table = np.full((len(lengths), max(counts, default=0) + 1), self.unused, np.int32)
+        for row, start, count in zip(self.block_table, np.cumsum([0, *counts]), counts, strict=False):
+            row[:count] = order[start:start + count]
+        self.context_len = np.array(lengths, np.int32)
+        self.query_start = np.cumsum([0, *(new for _, new in sequences)]).astype(np.int32)
+        self.positions = np.array([p for n, new in sequences for p in range(n - new, n)], np.int32)
+        self.token_seq = np.repeat(np.arange(len(sequences)), [new for _, new in sequences]).astype(np.int32)
+        self.token_ids = np.zeros_like(self.positions)
+        self.logit_rows = np.array(logit_rows, np.int32)
+        self.num_tokens = len(self.positions)
+
+    @classmethod
+    def of_tokens(cls, tokens: int, logit_rows: Sequence[int] = ()) -> Step:
+        return cls([(tokens, tokens)], logit_rows=logit_rows)
+
+    @property
+    def struct(self) -> StepStruct:
+        arrays = {name: getattr(self, name).ctypes.data for name in _ARRAYS}
+        return StepStruct(num_tokens=self.num_tokens, num_seqs=len(self.context_len), num_logits=len(self.logit_rows),
+                          max_blocks=self.block_table.shape[1], **arrays)
+
+
+class Library:
+    """The kernels, compiled for one instruction set into one shared object."""
+
+    def __init__(self, kernels: Iterable[CpuKernel], isa: str, folder: Path) -> None:
+        path = folder / f"{isa}.so"
+        compile_shared({"kernels.c": translation_unit(kernels)}, ISAS[isa], [INCLUDE_DIR], path)
+        self._library = ctypes.CDLL(str(path))
+
+    def run(self, kernel: CpuKernel, step: Step, *args: np.ndarray | None, workers: int = 1) -> None:
+        """One launch: each worker's part in turn, the last one first (any order must do)."""
+        function = getattr(self._library, kernel.symbol)
+        pointers = (ctypes.c_void_p * len(args))(*(None if a is None else a.ctypes.data for a in args))
+        struct = step.struct
+        for worker in reversed(range(workers)):
+            function(ctypes.byref(struct), pointers, worker, workers)
+
+
+def aligned(shape: Sequence[int], dtype: type = np.float32, fill: float | None = np.nan) -> np.ndarray:
+    """An array that begins at a multiple of 64 bytes, as all buffers of an engine do; filled, by default with NaN."""
+    itemsize = np.dtype(dtype).itemsize
+    size = int(np.prod(shape)) * itemsize
+    raw = np.empty(size + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    array: np.ndarray = raw[start:start + size].view(dtype).reshape(shape)
+    if fill is not None:
+        array[...] = fill if np.dtype(dtype).kind == "f" else 0
+    return array
+
+
+def placed(values: np.ndarray) -> np.ndarray:
+    """A copy of the values at an aligned address."""
+    out = aligned(values.shape, values.dtype.type, None)
+    out[...] = values
+    return out
+
+
+def to_bf16(values: np.ndarray) -> np.ndarray:
+    """Bits of bfloat16, rounded to nearest even."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
+
+
+def from_bf16(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def relative_error(got: np.ndarray, want: np.ndarray) -> float:
+    """The largest error of a row (last dimension) relative to that row's norm."""
+    assert got.shape == want.shape, (got.shape, want.shape)
+    assert np.isfinite(got).all(), f"{np.count_nonzero(~np.isfinite(got))} of {got.size} elements are not finite"
+    difference = np.linalg.norm(got.astype(np.float64) - want, axis=-1)
+    return float(np.max(difference / np.maximum(np.linalg.norm(want, axis=-1), 1e-30), initial=0.0))

@@ -1,0 +1,167 @@
+"""Attention over a paged cache against its reference, for each instruction set that this machine runs."""
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from ingot.plugins.attention.cpu import Attention, attention, attention_combine, scratch_bytes
+from ingot.plugins.attention.reference import attention as one_sequence
+from ingot.plugins.attention.reference import paged_attention
+
+from .native import HOST_ISAS, Library, Step, aligned, from_bf16, placed, relative_error, to_bf16
+
+PLAIN = Attention(6, 2, 64, 64, 16, 0.125)
+PROBLEMS = {
+    "plain": PLAIN,
+    "f32": replace(PLAIN, kv_dtype="f32"),
+    "window": replace(PLAIN, window=100),
+    "small_window": Attention(4, 1, 256, 256, 16, 0.0625, window=20, softcap=30.0, kv_dtype="f32"),
+    "chunk": replace(PLAIN, chunk=96),
+    "softcap": replace(PLAIN, softcap=5.0),
+    "strided": replace(PLAIN, q_stride=640, out_stride=400),
+    "one_head_each": Attention(3, 3, 48, 32, 16, 0.2),
+    "two_dims": Attention(5, 5, 40, 24, 16, 0.15, kv_dtype="f32"),
+    "odd_dims": Attention(4, 2, 37, 19, 32, 0.3),
+    "odd_dims_f32": Attention(14, 2, 21, 75, 4, 0.3, kv_dtype="f32"),
+    "wide_group": Attention(26, 2, 128, 96, 16, 0.09),
+    "widest_group": Attention(130, 1, 32, 32, 16, 0.2),
+}
+STEPS = {
+    "one_token": [(1, 1)],
+    "generation": [(700, 1)],
+    "long_generation": [(3000, 1)],
+    "some_generation": [(129, 1), (16, 1), (300, 1), (1, 1)],
+    "few_tokens": [(500, 3), (40, 2), (260, 16), (900, 7)],
+    "context": [(300, 300)],
+    "continued": [(700, 130), (333, 50)],
+    "mixture": [(200, 200), (513, 1), (130, 4), (97, 33), (64, 1), (17, 17)],
+}
+
+
+@dataclass
+class Case:
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    sinks: np.ndarray | None
+    step: Step
+
+    @property
+    def caches(self) -> tuple[np.ndarray, np.ndarray]:
+        """As float32."""
+        return tuple(from_bf16(c) if c.dtype == np.uint16 else c for c in (self.k, self.v))  # type: ignore[return-value]
+
+
+def make(problem: Attention, sequences: list[tuple[int, int]], seed: int = 0, sinks: bool = False) -> Case:
+    """Random queries and caches. Slots past a sequence's end, and blocks it cannot see any more, hold NaN."""
+    p, rng = problem, np.random.default_rng(seed)
+    step = Step(sequences, p.block_size, seed)
+    stride = p.q_stride or p.q_heads * p.key_dim
+    q = placed(rng.normal(size=(step.num_tokens, stride)).astype(np.float32) * 2)
+    caches = [np.full((step.num_blocks, p.kv_heads, p.block_size, dim), np.nan, np.float32)
+              for dim in (p.key_dim, p.value_dim)]
+    for (length, new), blocks in zip(sequences, step.block_table, strict=True):
+        first = length - new
+        low = max(0, first - p.window + 1 if p.window else 0, first // p.chunk * p.chunk if p.chunk else 0)
+        for position in range(low // p.block_size * p.block_size, length):
+            for cache in caches:
+                slot = cache[blocks[position // p.block_size], :, position % p.block_size]
+                slot[...] = rng.normal(size=slot.shape)
+        blocks[:low // p.block_size] = step.unused
+    k, v = (placed(c if p.kv_dtype == "f32" else to_bf16(c)) for c in caches)
+    return Case(q, k, v, placed(rng.normal(size=p.q_heads).astype(np.float32) * 3) if sinks else None, step)
+
+
+def run(library: Library, problem: Attention, case: Case, workers: int = 1) -> np.ndarray:
+    p, tokens = problem, case.step.num_tokens
+    out = aligned((tokens, p.out_stride or p.q_heads * p.value_dim))
+    scratch = aligned((scratch_bytes(p, tokens, len(case.step.context_len)) // 4 + 16,))
+    library.run(attention(p), case.step, case.q, case.k, case.v, case.sinks, scratch[:-16], out, workers=workers)
+    library.run(attention_combine(p), case.step, scratch[:-16], case.sinks, out, workers=workers)
+    assert np.isnan(scratch[-16:]).all(), "wrote past the scratch"
+    width = p.q_heads * p.value_dim
+    assert np.isnan(out[:, width:]).all(), "wrote between the rows"
+    return out[:, :width].reshape(tokens, p.q_heads, p.value_dim)
+
+
+def expected(problem: Attention, case: Case) -> np.ndarray:
+    p = problem
+    q = case.q[:, :p.q_heads * p.key_dim].reshape(-1, p.q_heads, p.key_dim)
+    k, v = case.caches
+    return paged_attention(q, k, v, case.step.query_start, case.step.context_len, case.step.block_table, case.sinks,
+                           scale=p.scale, window=p.window, chunk=p.chunk, softcap=p.softcap)
+
+
+@pytest.fixture(scope="module", params=HOST_ISAS)
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Library:
+    kernels = [kernel(p) for p in PROBLEMS.values() for kernel in (attention, attention_combine)]
+    return Library(kernels, request.param, tmp_path_factory.mktemp("attention"))
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_equals_reference(library: Library, name: str) -> None:
+    for seed, (kind, sequences) in enumerate(STEPS.items()):
+        case = make(PROBLEMS[name], sequences, seed, sinks=seed % 2 == 1)
+        want = expected(PROBLEMS[name], case)
+        one = run(library, PROBLEMS[name], case)
+        assert relative_error(one, want) < 1e-5, kind
+        for workers in (2, 3):
+            assert np.array_equal(run(library, PROBLEMS[name], case, workers), one), (kind, workers)
+
+
+@pytest.mark.parametrize("name", ["plain", "small_window", "odd_dims"])
+def test_other_sequences_change_nothing(library: Library, name: str) -> None:
+    """Bit for bit: a sequence alone in a step, and among others."""
+    problem, sequences = PROBLEMS[name], STEPS["mixture"] + STEPS["few_tokens"]
+    case = make(problem, sequences)
+    together = run(library, problem, case)
+    for seq, shape in enumerate(sequences):
+        alone = Step([shape], problem.block_size)
+        alone.block_table = case.step.block_table[seq:seq + 1].copy()
+        begin, end = case.step.query_start[seq:seq + 2]
+        part = replace(case, q=placed(case.q[begin:end]), step=alone)
+        assert np.array_equal(run(library, problem, part), together[begin:end]), shape
+
+
+def test_tokens_of_a_context_change_nothing(library: Library) -> None:
+    """Bit for bit: a context in one step, and cut in two (both parts long enough for tiles)."""
+    case = make(PLAIN, [(400, 400)])
+    whole = run(library, PLAIN, case)
+    for begin, end in ((0, 150), (150, 400)):
+        step = Step([(end, end - begin)])
+        step.block_table = case.step.block_table
+        assert np.array_equal(run(library, PLAIN, replace(case, q=placed(case.q[begin:end]), step=step)),
+                              whole[begin:end])
+
+
+def test_large_scores(library: Library) -> None:
+    """Scores of some hundreds, at which exp alone would overflow."""
+    for sequences in ([(300, 300)], [(300, 1)]):
+        case = make(PLAIN, sequences)
+        case.q[...] *= 100
+        assert relative_error(run(library, PLAIN, case), expected(PLAIN, case)) < 1e-4
+
+
+def test_nan_stays_with_its_sequence(library: Library) -> None:
+    case = make(PLAIN, [(300, 1), (300, 1), (100, 100)])
+    case.q[0, 0] = np.nan
+    out = run(library, PLAIN, case)
+    assert np.isnan(out[0, 0]).all() and np.isfinite(out[1:]).all() and np.isfinite(out[0, 1:]).all()
+
+
+def test_scratch_does_not_grow_with_tokens() -> None:
+    assert scratch_bytes(PLAIN, 512, 8) == scratch_bytes(PLAIN, 8, 64) == 16 * 8 * 6 * 80 * 4
+
+
+def test_paged_reference_is_the_plain_one() -> None:
+    case = make(replace(PLAIN, kv_dtype="f32"), [(50, 50)])
+    q = case.q.reshape(50, 6, 64)
+    blocks = case.step.block_table[0, :4]
+    k, v = (np.concatenate(list(c[blocks].transpose(0, 2, 1, 3)))[:50] for c in (case.k, case.v))
+    scores = np.einsum("hd,shd->hs", q[49], np.repeat(k, 3, axis=1)) * 0.125
+    weights = np.exp(scores) / np.exp(scores).sum(axis=1, keepdims=True)
+    by_hand = np.einsum("hs,shd->hd", weights, np.repeat(v, 3, axis=1))
+    assert relative_error(one_sequence(q, k, v, scale=0.125)[49], by_hand) < 1e-5
+    assert relative_error(expected(PLAIN, case)[49], by_hand) < 1e-5
