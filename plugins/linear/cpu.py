@@ -1,0 +1,99 @@
+"""The kernels that multiply activations with a packed matrix."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..kernel import CpuKernel
+from ..quantize.cpu import row_count
+from ..quantize.reference import row_bytes
+from ..scheme import Scheme
+
+MAX_FUSED_ROWS = 8
+"""Up to so many tokens an integer kernel can quantize its input itself."""
+
+_CACHE_BYTES = 512 << 10
+"""Activations of a block of tokens: half of a usual second-level cache."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """y[rows, n] = x[rows, k] w[n, k]^T (+ bias[n]) (+ residual[rows, n])
+
+    m           the largest number of rows in a step: decides between the ways to compute, not what is allowed
+                beyond 1 and MAX_FUSED_ROWS
+    rows        "T" the tokens of a step, "L" its rows of logits
+    x_stride    elements between rows of a float x; 0: k
+    float_input an integer kernel takes x as float32 and quantizes it itself (each worker all of it): saves a launch
+                for m <= MAX_FUSED_ROWS
+    """
+
+    n: int
+    k: int
+    scheme: Scheme
+    m: int
+    rows: str = "T"
+    bias: bool = False
+    residual: bool = False
+    x_stride: int = 0
+    float_input: bool = False
+
+    def __post_init__(self) -> None:
+        assert not self.float_input or (self.scheme.is_integer and self.m <= MAX_FUSED_ROWS), self
+
+    @property
+    def size_class(self) -> int:
+        """1, 8, or 0 for any number of rows."""
+        return 1 if self.m == 1 else 8 if self.m <= 8 else 0
+
+
+def emit(problem: Problem) -> CpuKernel:
+    """args: x, w, y, then bias and residual where there are.
+
+    x f32 [rows, k], or u8 [rows, row_bytes(k, scheme)] as the quantize kernel writes it for an integer scheme without
+    float_input; w from pack(); y f32 [rows, n]; bias f32 [n], readable up to the next multiple of 64 bytes;
+    residual f32 [rows, n], may be y itself.
+    """
+    p = problem
+    prepare = ""
+    source, stride = "args[0]", 4 * (p.x_stride or p.k)
+    if p.scheme.is_integer:
+        stride = row_bytes(p.k, p.scheme)
+        if p.float_input:
+            source = "rows"
+            prepare = (f"_Alignas(64) uint8_t rows[{(p.size_class or MAX_FUSED_ROWS) * stride}];\n"
+                       f"ingot_quantize(args[0], rows, {row_count(p.rows)}, {p.k}, {p.x_stride or p.k}, "
+                       f"{p.scheme.weight_bits}, {p.scheme.act_group}, 0, 1);\n")
+    bias, residual = "args[3]" if p.bias else "NULL", f"args[{3 + p.bias}]" if p.residual else "NULL"
+    body = (f"{prepare}const ingot_matmul job = {{.x = {source}, .x_stride = {stride}, .share = 1, .w = args[1],\n"
+            f"                          .y = args[2], .bias = {bias}, .residual = {residual},\n"
+            f"                          .n = {p.n}, .k = {p.k}}};\n"
+            f"ingot_linear({tile_arguments(p.scheme, p.size_class, p.k)}, &job, {row_count(p.rows)},\n"
+            f"             {block_rows(p.scheme, p.k)}, worker, num_workers);")
+    return CpuKernel(_symbol(p), "linear/linear.h", body)
+
+
+def tile_arguments(scheme: Scheme, size_class: int, k: int) -> str:
+    """The C words for: tile function, its largest rows and panels, channels of K at a time."""
+    if scheme.is_integer:
+        tile = f"ingot_tile_{scheme.name}" + ("_row" if scheme.weight_bits == 8 and scheme.act_group == 0 else "")
+        return f"{tile}, {_at_most(size_class, 'INGOT_INTEGER_ROWS')}, 1, {k}"
+    tile = f"ingot_tile_{scheme.name}"
+    if size_class == 1:
+        return f"{tile}, 1, INGOT_FLOAT_VECTOR_PANELS, {k}"
+    return f"{tile}, {_at_most(size_class, 'INGOT_FLOAT_ROWS')}, INGOT_FLOAT_PANELS, INGOT_FLOAT_K_STEP"
+
+
+def block_rows(scheme: Scheme, k: int) -> int:
+    """Tokens that are taken through all panels together."""
+    return min(256, max(16, _CACHE_BYTES // (row_bytes(k, scheme) if scheme.is_integer else 4 * k) // 16 * 16))
+
+
+def _at_most(size_class: int, macro: str) -> str:
+    return "1" if size_class == 1 else f"INGOT_AT_MOST_8({macro})" if size_class else macro
+
+
+def _symbol(p: Problem) -> str:
+    size = {1: "m1", 8: "m8", 0: "mx"}[p.size_class]
+    options = [(p.rows != "T", p.rows.replace("*", "")), (p.bias, "bias"), (p.residual, "residual"),
+               (p.float_input, "quantize"), (p.x_stride not in (0, p.k), f"x{p.x_stride}")]
+    return "_".join(["linear", p.scheme.tag, f"n{p.n}", f"k{p.k}", size, *(name for on, name in options if on)])

@@ -1,0 +1,101 @@
+/* Tiles of matrices in float32 and bfloat16; arithmetic in float32, one fused multiply-add after the other along K. */
+#ifndef INGOT_TILE_FLOAT_H
+#define INGOT_TILE_FLOAT_H
+#include "panel.h"
+
+typedef vf ingot_float_sums[INGOT_MAX_TILE_ROWS][INGOT_MAX_TILE_PANELS][INGOT_PARTS];
+
+/* K is cut into pieces for the cache's sake; y holds the sums in between. */
+#define INGOT_FOR_SUMS(rows, panels) \
+    INGOT_UNROLL for (int r = 0; r < (rows); r++) \
+    INGOT_UNROLL for (int p = 0; p < (panels); p++) \
+    INGOT_UNROLL for (int h = 0; h < INGOT_PARTS; h++)
+
+INGOT_INLINE void ingot_begin_sums(const ingot_matmul *job, ingot_float_sums sums, const int rows, const int panels,
+                                   int k_begin, int row, int panel) {
+    INGOT_FOR_SUMS(rows, panels)
+        sums[r][p][h] = k_begin == 0 ? vf_zero() : ingot_load_output(job, row + r, panel + p, h);
+}
+
+INGOT_INLINE void ingot_end_sums(const ingot_matmul *job, ingot_float_sums sums, const int rows, const int panels,
+                                 int k_end, int row, int panel) {
+    INGOT_FOR_SUMS(rows, panels) {
+        if (k_end == job->k) ingot_finish(job, row + r, panel + p, h, sums[r][p][h], NULL);
+        else ingot_store_output(job, row + r, panel + p, h, sums[r][p][h]);
+    }
+}
+
+INGOT_INLINE void ingot_tile_fp32(const ingot_matmul *job, const int rows, const int panels, int k_begin, int k_end,
+                                  int row, int panel) {
+    const size_t panel_floats = (size_t)job->k * INGOT_PANEL;
+    const float *w = (const float *)job->w + (size_t)panel * panel_floats;
+    const float *x[INGOT_MAX_TILE_ROWS];
+    ingot_float_sums sums;
+    INGOT_UNROLL for (int r = 0; r < rows; r++) x[r] = (const float *)ingot_row(job, row + r);
+    ingot_begin_sums(job, sums, rows, panels, k_begin, row, panel);
+    for (int k = k_begin; k < k_end; k++) {
+        vf weights[INGOT_MAX_TILE_PANELS][INGOT_PARTS];
+        INGOT_UNROLL for (int p = 0; p < panels; p++) {
+            const float *from = w + (size_t)p * panel_floats + (size_t)k * INGOT_PANEL;
+            __builtin_prefetch((const char *)from + INGOT_AHEAD_BYTES);
+            INGOT_UNROLL for (int h = 0; h < INGOT_PARTS; h++) weights[p][h] = vf_load(from + h * VF_LANES);
+        }
+        INGOT_UNROLL for (int r = 0; r < rows; r++) {
+            const vf value = vf_set1(x[r][k]);
+            INGOT_UNROLL for (int p = 0; p < panels; p++)
+                INGOT_UNROLL for (int h = 0; h < INGOT_PARTS; h++)
+                    sums[r][p][h] = vf_fma(weights[p][h], value, sums[r][p][h]);
+        }
+    }
+    ingot_end_sums(job, sums, rows, panels, k_end, row, panel);
+}
+
+/* A 32-bit lane holds two bfloat16 of neighbouring channels of K: the even one below. */
+INGOT_INLINE void ingot_widen_pairs(const uint16_t *from, vf *even, vf *odd) {
+#if VF_LANES == 16
+    const __m512i pairs = _mm512_loadu_si512(from);
+    *even = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+    *odd = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32((int)0xffff0000)));
+#elif VF_LANES == 8
+    const __m256i pairs = _mm256_loadu_si256((const __m256i *)from);
+    *even = _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
+    *odd = _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32((int)0xffff0000)));
+#else
+    const uint32x4_t pairs = vreinterpretq_u32_u16(vld1q_u16(from));
+    *even = vreinterpretq_f32_u32(vshlq_n_u32(pairs, 16));
+    *odd = vreinterpretq_f32_u32(vandq_u32(pairs, vdupq_n_u32(0xffff0000u)));
+#endif
+}
+
+/* One pair of channels of K, or its even one alone where K ends: there is no x to read for the other. */
+INGOT_INLINE void ingot_add_pair(const uint16_t *w, size_t panel_pairs, const float *const *x, ingot_float_sums sums,
+                                 const int rows, const int panels, int pair, const int whole) {
+    vf even[INGOT_MAX_TILE_PANELS][INGOT_PARTS], odd[INGOT_MAX_TILE_PANELS][INGOT_PARTS];
+    INGOT_UNROLL for (int p = 0; p < panels; p++) {
+        const uint16_t *from = w + 2 * INGOT_PANEL * ((size_t)p * panel_pairs + (size_t)pair);
+        __builtin_prefetch((const char *)from + INGOT_AHEAD_BYTES);
+        INGOT_UNROLL for (int h = 0; h < INGOT_PARTS; h++)
+            ingot_widen_pairs(from + 2 * h * VF_LANES, &even[p][h], &odd[p][h]);
+    }
+    INGOT_FOR_SUMS(rows, panels) {
+        sums[r][p][h] = vf_fma(even[p][h], vf_set1(x[r][2 * pair]), sums[r][p][h]);
+        if (whole) sums[r][p][h] = vf_fma(odd[p][h], vf_set1(x[r][2 * pair + 1]), sums[r][p][h]);
+    }
+}
+
+/* k_begin is even, k_end too unless it is K. */
+INGOT_INLINE void ingot_tile_bf16(const ingot_matmul *job, const int rows, const int panels, int k_begin, int k_end,
+                                  int row, int panel) {
+    const size_t panel_pairs = (size_t)(job->k + 1) / 2;
+    const uint16_t *w = (const uint16_t *)job->w + 2 * INGOT_PANEL * panel_pairs * (size_t)panel;
+    const float *x[INGOT_MAX_TILE_ROWS];
+    ingot_float_sums sums;
+    INGOT_UNROLL for (int r = 0; r < rows; r++) x[r] = (const float *)ingot_row(job, row + r);
+    ingot_begin_sums(job, sums, rows, panels, k_begin, row, panel);
+    for (int pair = k_begin / 2; pair < k_end / 2; pair++)
+        ingot_add_pair(w, panel_pairs, x, sums, rows, panels, pair, 1);
+    if (k_end % 2) ingot_add_pair(w, panel_pairs, x, sums, rows, panels, k_end / 2, 0);
+    ingot_end_sums(job, sums, rows, panels, k_end, row, panel);
+}
+
+#endif
