@@ -1,0 +1,1 @@
+"""From a Hugging Face configuration and a checkpoint's tensor names to a graph of tensor operators."""

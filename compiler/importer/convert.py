@@ -1,0 +1,190 @@
+"""From a traced program to a graph of tensor operators."""
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import torch
+import torch.fx
+from torch.export.graph_signature import InputKind, OutputKind
+
+from ..ir.graph import Graph
+from ..ir.types import DType, TensorType
+from ..weights.expr import literal
+from . import aten_elementwise, aten_linear, aten_reduce, aten_views
+from .builder import GraphBuilder
+from .conversion import CONVERSIONS, SYMBOL, Context, Symbolic, dim_of, operator_name, type_of
+from .export import Exported
+from .masks import MaskReader, UnknownMask, refusal
+from .parameters import Parameters
+
+__all__ = ["aten_elementwise", "aten_linear", "aten_reduce", "aten_views", "convert"]
+
+
+def convert(exported: Exported, parameters: Parameters) -> Graph:
+    """Raises ImportRefused for what has no counterpart (names operator, module and source line), CheckpointMismatch for
+    parameters that the graph needs and the checkpoint lacks."""
+    return _Converter(exported, parameters).graph()
+
+
+class _Converter:
+    def __init__(self, exported: Exported, parameters: Parameters) -> None:
+        self.program = exported.program
+        self.parameters = parameters
+        self.context = Context(GraphBuilder())
+        self.values: dict[torch.fx.Node, Any] = {}
+        self.num_attentions = 0
+        specs = self.program.graph_signature.input_specs
+        self.specs = {spec.arg.name: spec for spec in specs}
+        self.token_input, self.position_input = [s.arg.name for s in specs if s.kind == InputKind.USER_INPUT]
+        self.masks = MaskReader(self._buffers(), self.position_input)
+
+    def graph(self) -> Graph:
+        builder = self.context.builder
+        for name in ("token_ids", "positions"):
+            builder.input(name, TensorType((SYMBOL,), DType.I32))
+        output = self._output()
+        needed = self._needed(output)
+        self.parameters.require(self._parameter_name(n) for n in needed if self._is_parameter(n))
+        for node in needed:
+            self._convert(node)
+        logits = self.context.emit("reshape", self.values[output], shape=self.context.shape(self.values[output])[1:])
+        return builder.graph([logits])
+
+    def _output(self) -> torch.fx.Node:
+        names = [s.arg.name for s in self.program.graph_signature.output_specs if s.kind == OutputKind.USER_OUTPUT]
+        (result,) = [n for n in self.program.graph.nodes if n.name == names[0]]
+        return result
+
+    def _needed(self, output: torch.fx.Node) -> list[torch.fx.Node]:
+        """What the output depends on, in execution order. Masks are read, not converted."""
+        needed: set[torch.fx.Node] = set()
+        stack = [output]
+        while stack:
+            node = stack.pop()
+            if node not in needed:
+                needed.add(node)
+                inputs = node.all_input_nodes
+                if operator_name(node) == "ingot.attention":
+                    inputs = [a for i, a in enumerate(node.args) if i != 3 and isinstance(a, torch.fx.Node)]
+                stack.extend(inputs)
+        return [n for n in self.program.graph.nodes if n in needed]
+
+    def _convert(self, node: torch.fx.Node) -> None:
+        self.context.node = node
+        self.context.builder.origin = origin(node)
+        if node.op == "placeholder":
+            self.values[node] = self._placeholder(node)
+            return
+        assert node.op == "call_function", f"{node.op} in a traced program"
+        name = operator_name(node)
+        value = node.meta.get("val")
+        if name == "ingot.attention":
+            self.values[node] = self._attention(node)
+        elif isinstance(value, int | float | bool) and not isinstance(value, torch.SymInt):
+            self.values[node] = value
+        elif isinstance(value, torch.SymInt):
+            self.values[node] = _number_or_symbol(value, self.context)
+        elif "getitem" in name:
+            self.values[node] = self.values[node.args[0]][node.args[1]]  # type: ignore[index]
+        else:
+            self.values[node] = self._call(node, name)
+            self._check(node)
+
+    def _call(self, node: torch.fx.Node, name: str) -> Any:
+        if name not in CONVERSIONS:
+            raise self.context.refuse("this operator has no conversion")
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: self.values[n])
+        for argument in [*args, *kwargs.values()]:
+            if isinstance(argument, Symbolic) and not _takes_sizes(name):
+                raise self.context.refuse("the number of tokens of a step is used as a value")
+        return CONVERSIONS[name](self.context, node, *args, **kwargs)
+
+    def _check(self, node: torch.fx.Node) -> None:
+        """Each result has the type that the tracer recorded: a conversion that is wrong is found here."""
+        value, recorded = self.values[node], node.meta["val"]
+        for name, tensor in zip(value, recorded, strict=False) if isinstance(value, tuple) else [(value, recorded)]:
+            expected, got = type_of(tensor, self.context), self.context.type(name)
+            assert expected == got, f"{operator_name(node)} gave {got}, traced as {expected}, in {origin(node)}"
+
+    def _placeholder(self, node: torch.fx.Node) -> str:
+        builder, spec = self.context.builder, self.specs[node.name]
+        if node.name == self.token_input:
+            return self.context.emit("reshape", "token_ids", shape=(1, SYMBOL))
+        if node.name == self.position_input:
+            return self.context.emit("reshape", "positions", shape=(1, SYMBOL))
+        name = self._parameter_name(node)
+        if self._is_parameter(node) and name in self.parameters.recipes:
+            return builder.constant(self.parameters.recipes[name], name)
+        value = self._value_of(spec)
+        assert value is not None, f"{spec} has neither a recipe nor a value"
+        return builder.constant(literal(_as_array(value)), name)
+
+    def _is_parameter(self, node: torch.fx.Node) -> bool:
+        """Parameters and buffers that are saved with the model: what a checkpoint holds."""
+        spec = self.specs.get(node.name) if node.op == "placeholder" else None
+        return spec is not None and (spec.kind == InputKind.PARAMETER
+                                     or (spec.kind == InputKind.BUFFER and spec.persistent is not False))
+
+    def _parameter_name(self, node: torch.fx.Node) -> str:
+        """The path in the model; "model." in front is the traced wrapper's."""
+        return (self.specs[node.name].target or node.name).removeprefix("model.")
+
+    def _value_of(self, spec: Any) -> torch.Tensor | None:
+        """The value of what the model computes from its configuration: buffers that are not saved, constants."""
+        if spec.kind == InputKind.BUFFER:
+            source = self.program.constants if spec.persistent is False else self.program.state_dict
+            return source.get(spec.target)
+        if spec.kind == InputKind.CONSTANT_TENSOR:
+            return self.program.constants.get(spec.target)
+        return None
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        values = {name: self._value_of(spec) for name, spec in self.specs.items()}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def _attention(self, node: torch.fx.Node) -> str:
+        c = self.context
+        q, k, v, mask, sinks, scale, softcap = node.args
+        try:
+            meaning = self.masks.meaning(mask) if isinstance(mask, torch.fx.Node) else None
+        except UnknownMask as error:
+            raise refusal(error, c.builder.origin) from error
+        tensors = []
+        for operand in (q, k, v):
+            name = self.values[operand]  # type: ignore[index]
+            tensors.append(c.emit("reshape", name, shape=c.shape(name)[1:]))
+        if isinstance(sinks, torch.fx.Node):
+            sink = self.values[sinks]
+            tensors.append(c.emit("reshape", sink, shape=(c.shape(tensors[0])[1],)))
+        out = c.emit("attention", *tensors, slot=self.num_attentions, scale=scale, softcap=softcap,
+                     window=meaning.window if meaning else 0, chunk=meaning.chunk if meaning else 0)
+        self.num_attentions += 1
+        return c.emit("reshape", out, shape=(1, *c.shape(out)))
+
+
+def _number_or_symbol(value: torch.SymInt, context: Context) -> int | Symbolic:
+    dim = dim_of(value, context)
+    return dim if isinstance(dim, int) else Symbolic(dim)
+
+
+def _takes_sizes(name: str) -> bool:
+    """Operators whose arguments may be sizes; a list of sizes is always allowed."""
+    return name.split(".")[0] in ("slice", "arange", "full", "slice_scatter", "scalar_tensor", "select", "narrow")
+
+
+def _as_array(value: torch.Tensor) -> np.ndarray:
+    if value.dtype == torch.bool:
+        return value.numpy(force=True)
+    return value.to(torch.float32 if value.dtype.is_floating_point else torch.int32).numpy(force=True)
+
+
+def origin(node: torch.fx.Node) -> str:
+    """"model.layers.3.mlp (modeling_llama.py:172)", as far as the tracer recorded it."""
+    stack = list(node.meta.get("nn_module_stack", {}).values())
+    module = stack[-1][0].removeprefix("model.") if stack else ""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    own = [f for f in frames if "/torch/" not in f[0] and "/importer/" not in f[0]]
+    line = f"{own[-1][0].rsplit('/', 1)[-1]}:{own[-1][1]}" if own else ""
+    return f"{module} ({line})" if module and line else module or line

@@ -1,0 +1,75 @@
+"""Import: configuration and tensor names in, graph of tensor operators out. Pure: the same input, the same graph."""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ..checkpoint.checkpoint import Checkpoint
+from ..ir.graph import Graph
+from ..ir.types import DType
+from ..ir.verify import verify
+from .errors import ImportRefused
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_INTEGERS = ("I64", "I32", "I16", "I8", "U8")
+
+
+@dataclass(frozen=True)
+class ImportedModel:
+    """graph: inputs token_ids i32[T] and positions i32[T], output logits f32[T, V].
+
+    warnings: what a user should know, such as tensors of the checkpoint that the model has no use for.
+    """
+
+    graph: Graph
+    config: PretrainedConfig
+    warnings: list[str] = field(default_factory=list)
+
+
+def import_model(checkpoint: Checkpoint) -> ImportedModel:
+    """Raises ImportRefused for a model that cannot become an engine, CheckpointMismatch for tensors that do not fit,
+    CheckpointError for a malformed checkpoint."""
+    tensors = {name: (checkpoint.shape(name), _dtype(checkpoint.dtype(name))) for name in checkpoint.names()}
+    return _import(checkpoint.config, tensors, str(checkpoint.path))
+
+
+def import_config(config: PretrainedConfig) -> ImportedModel:
+    """A dry run without a checkpoint: each parameter is a tensor of its own name."""
+    return _import(config, None, "")
+
+
+def _dtype(stored: str) -> DType:
+    if stored == "BOOL":
+        return DType.BOOL
+    return DType.I32 if stored in _INTEGERS else DType.F32
+
+
+def _import(config: PretrainedConfig, tensors: dict[str, tuple[tuple[int, ...], DType]] | None, where: str,
+            ) -> ImportedModel:
+    _require_causal_lm(config)
+    from .convert import convert
+    from .export import export
+    from .parameters import checkpoint_recipes, untied_names
+    exported = export(config)
+    if tensors is None:
+        parameters = untied_names(exported.model)
+    else:
+        parameters = checkpoint_recipes(exported.model, tensors, where)
+    graph = verify(convert(exported, parameters))
+    warnings = []
+    if parameters.unused:
+        shown = ", ".join(parameters.unused[:5])
+        warnings.append(f"{len(parameters.unused)} tensors of the checkpoint are not used: {shown}"
+                        + (", …" if len(parameters.unused) > 5 else ""))
+    return ImportedModel(graph, config, warnings)
+
+
+def _require_causal_lm(config: PretrainedConfig) -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if getattr(config, "is_encoder_decoder", False):
+        raise ImportRefused(f"{config.model_type} is an encoder-decoder model; an engine holds a decoder alone")
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ImportRefused(f"{config.model_type} has no causal language model in transformers "
+                            "(AutoModelForCausalLM); an engine generates text")

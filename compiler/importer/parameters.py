@@ -1,0 +1,202 @@
+"""How the model's parameters come out of the checkpoint's tensors.
+
+transformers keeps, for every class, the renamings and conversions between the names that published checkpoints use and
+those of its modules (merged experts, split projections, prefixes). Here they are followed to recipes: renamings as
+such, conversions by tracing them once on shapes alone. So whatever transformers can load, this can.
+"""
+from __future__ import annotations
+
+import difflib
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from ..ir.types import DType
+from ..weights.expr import WeightExpr, tensor
+from .builder import GraphBuilder
+from .conversion import CONVERSIONS, Context, dtype_of, operator_name
+from .errors import CheckpointMismatch
+
+
+@dataclass
+class Parameters:
+    """recipes: name of a parameter or saved buffer in the model -> recipe. unused: tensors that no recipe reads.
+
+    model_type and where name the two sides in errors.
+    """
+
+    recipes: dict[str, WeightExpr]
+    shapes: dict[str, tuple[int, ...]]
+    unused: list[str] = field(default_factory=list)
+    checkpoint_names: list[str] = field(default_factory=list)
+    where: str = ""
+    model_name: str = ""
+    transforms: list[WeightTransform] = field(default_factory=list)
+    optional: list[str] = field(default_factory=list)
+
+    def require(self, names: Iterable[str]) -> None:
+        """Raises CheckpointMismatch where a parameter that the graph needs is missing or of another shape."""
+        names = list(names)
+        missing = [n for n in names if n not in self.recipes and not any(re.search(p, n) for p in self.optional)]
+        if missing:
+            raise CheckpointMismatch(self._missing_text(missing))
+        for name in names:
+            expr = self.recipes.get(name)
+            if expr is not None and expr.shape != self.shapes[name]:
+                raise CheckpointMismatch(
+                    f"{self.where}: {name} of {self.model_name} has the shape {list(self.shapes[name])} by the "
+                    f"configuration, the checkpoint gives {list(expr.shape)} ({expr}). Is config.json from this model?")
+
+    def _missing_text(self, missing: list[str]) -> str:
+        lines = [f"{self.where} lacks {len(missing)} of the tensors that {self.model_name} needs:"]
+        for name in missing[:8]:
+            wanted = checkpoint_name(name, self.transforms)
+            close = difflib.get_close_matches(wanted, self.unused, n=2, cutoff=0.75)
+            hint = f"; unused there and similar: {', '.join(close)}" if close else ""
+            lines.append(f"  {name}" + (f" (in the checkpoint: {wanted})" if wanted != name else "") + hint)
+        if len(missing) > 8:
+            lines.append(f"  and {len(missing) - 8} more")
+        lines.append(f"The checkpoint has {len(self.checkpoint_names)} tensors, such as "
+                     f"{', '.join(self.checkpoint_names[:3])}")
+        return "\n".join(lines)
+
+
+def checkpoint_name(name: str, transforms: Iterable[WeightTransform]) -> str:
+    """What a parameter is called in a checkpoint, as far as the class's renamings tell."""
+    for transform in reversed(list(transforms)):
+        try:
+            name = transform.reverse_transform().rename_source_key(name)[0]
+        except (ValueError, NotImplementedError, AttributeError, re.error):
+            continue  # a conversion without an inverse keeps the model's name
+    return name.replace("\\.", ".")
+
+
+def untied_names(model: PreTrainedModel) -> Parameters:
+    """For an import without a checkpoint: every parameter under its own name, tied ones under their source's."""
+    state = _state(model)
+    recipes = {name: tensor(name, shape, dtype) for name, (shape, dtype) in state.items()}
+    for target, source in _ties(model).items():
+        if source in recipes:
+            recipes[target] = recipes[source]
+    return Parameters(recipes, {name: shape for name, (shape, _) in state.items()})
+
+
+def checkpoint_recipes(model: PreTrainedModel, tensors: Mapping[str, tuple[tuple[int, ...], DType]], where: str,
+                       ) -> Parameters:
+    """tensors: name in the checkpoint -> shape and type. Follows what transformers does when it loads a checkpoint."""
+    state = _state(model)
+    known: dict[str, Any] = dict.fromkeys(state, True)
+    transforms = get_model_conversion_mapping(model)
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+    recipes: dict[str, WeightExpr] = {}
+    conversions: dict[str, tuple[WeightConverter, dict[str, list[str]]]] = {}
+    unused: list[str] = []
+    for original in sorted(tensors, key=dot_natural_key):
+        prefix = model.base_model_prefix
+        renamed, pattern = rename_source_key(original, renamings, converters, prefix, known)
+        if renamed not in known and original in known:
+            renamed, pattern = rename_source_key(original, [], [], prefix, known)
+        if renamed not in known:
+            unused.append(original)
+        elif pattern is None:
+            recipes.setdefault(renamed, tensor(original, *tensors[original]))
+        else:
+            _, sources = conversions.setdefault(renamed, (deepcopy(by_pattern[pattern]), defaultdict(list)))
+            sources[pattern].append(original)
+    for first, (converter, sources) in conversions.items():
+        recipes.update(_converted(model, first, converter, sources, tensors, where))
+    for target, source in _ties(model).items():
+        present = [n for n in (target, source) if n in recipes]
+        if len(present) == 1:
+            recipes[target] = recipes[source] = recipes[present[0]]
+    ignored = model._keys_to_ignore_on_load_unexpected or set()
+    return Parameters(
+        recipes, {name: shape for name, (shape, _) in state.items()},
+        [name for name in unused if not any(re.search(p, name) for p in ignored)], list(tensors), where,
+        type(model).__name__, transforms, sorted(model._keys_to_ignore_on_load_missing or set()))
+
+
+def _state(model: PreTrainedModel) -> dict[str, tuple[tuple[int, ...], DType]]:
+    return {name: (tuple(value.shape), dtype_of(value.dtype)) for name, value in model.state_dict().items()}
+
+
+def _ties(model: PreTrainedModel) -> dict[str, str]:
+    """Parameter -> the one that it shares its values with."""
+    return dict(getattr(model, "all_tied_weights_keys", None) or {})
+
+
+def untie(model: PreTrainedModel) -> None:
+    """Gives tied parameters their own (fake) tensors, so that each has its name in the traced program. Whether they
+    share values is then a matter of their recipes: a checkpoint may hold both, and different ones."""
+    for target in _ties(model):
+        owner, _, name = target.rpartition(".")
+        module = model.get_submodule(owner)
+        parameter = getattr(module, name)
+        if isinstance(parameter, torch.nn.Parameter):
+            setattr(module, name, torch.nn.Parameter(torch.empty_like(parameter.data), requires_grad=False))
+
+
+def _converted(model: PreTrainedModel, first: str, converter: WeightConverter, sources: Mapping[str, list[str]],
+               tensors: Mapping[str, tuple[tuple[int, ...], DType]], where: str) -> dict[str, WeightExpr]:
+    """The recipes of the parameters that one conversion makes, found by tracing it on tensors without values."""
+    names = [name for group in sources.values() for name in group]
+    outputs: list[str] = []
+
+    def convert(*values: torch.Tensor) -> list[torch.Tensor]:
+        given = dict(zip(names, values, strict=True))
+        for pattern, group in sources.items():
+            for name in group:
+                converter.add_tensor(first, name, pattern, lambda name=name: given[name])
+        results = converter.convert(first, model=model, config=model.config)
+        results = {name: value[0] if isinstance(value, list) else value for name, value in results.items()}
+        outputs[:] = results
+        return list(results.values())
+
+    empty = [torch.empty(tensors[n][0], device="meta", dtype=torch.float32 if tensors[n][1].is_float else torch.int64)
+             for n in names]
+    try:
+        traced = make_fx(convert)(*empty)
+    except Exception as error:
+        raise CheckpointMismatch(f"{where}: {first} of {type(model).__name__} cannot be made from "
+                                 f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''}: {error}") from error
+    leaves = [tensor(name, *tensors[name]) for name in names]
+    return dict(zip(outputs, _recipes_of(traced.graph, leaves, names), strict=True))
+
+
+def _recipes_of(graph: torch.fx.Graph, leaves: list[WeightExpr], names: list[str]) -> list[WeightExpr]:
+    """A traced conversion as recipes, through the same conversions as the model's own operators."""
+    context = Context(GraphBuilder(fold_all=True))
+    values: dict[torch.fx.Node, Any] = {}
+    remaining = list(zip(leaves, names, strict=True))
+    for node in graph.nodes:
+        context.node = node
+        if node.op == "placeholder":
+            values[node] = context.builder.constant(*remaining.pop(0))
+        elif node.op == "output":
+            return [context.builder.constants[values[result]] for result in node.args[0]]
+        elif "getitem" in str(node.target):
+            values[node] = values[node.args[0]][node.args[1]]
+        else:
+            name = operator_name(node)
+            if name not in CONVERSIONS:
+                raise context.refuse("this operator has no conversion")
+            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
+            values[node] = CONVERSIONS[name](context, node, *args, **kwargs)
+    raise AssertionError("a traced function has an output")
