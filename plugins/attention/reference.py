@@ -33,8 +33,8 @@ def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, sinks: np.ndarray | N
         scores = np.concatenate([scores, logits], axis=-1)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights = weights[..., :length] / weights.sum(axis=-1, keepdims=True)
-    seen = np.where(visible.any(axis=0)[:, None, None], v, 0).astype(np.float64)  # whatever lies elsewhere, NaN too
-    return np.einsum("hgts,shd->thgd", weights, seen).reshape(tokens, heads, v.shape[2])
+    seen = np.where(np.asarray(visible.any(axis=0))[:, None, None], v, 0)  # what lies elsewhere may be NaN
+    return np.einsum("hgts,shd->thgd", weights, seen.astype(np.float64)).reshape(tokens, heads, v.shape[2])
 
 
 def paged_attention(q: np.ndarray, k_cache: np.ndarray, v_cache: np.ndarray, query_start: np.ndarray,

@@ -1,0 +1,1 @@
+"""Softmax, selection, sorting and gathering along the last dimension."""

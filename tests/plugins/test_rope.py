@@ -1,0 +1,105 @@
+"""Per-head norm, rope and the write to the KV cache against their reference."""
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ingot.plugins.rope.cpu import Rope, kv_write, rope, rope_kv_write
+from ingot.plugins.rope.reference import rope as reference_rope
+from ingot.plugins.rope.reference import rope_kv_write as reference
+
+from .native import HOST_ISAS, Library, Step, aligned, placed, relative_error, to_bf16
+
+PLAIN = Rope(9, 3, 64, 64, 16, rotary=64)
+PROBLEMS = {
+    "plain": PLAIN,
+    "f32": replace(PLAIN, kv_dtype="f32"),
+    "norm": replace(PLAIN, norm=True, eps=1e-6),
+    "pair_table": replace(PLAIN, table_width=32, table_stride=40),
+    "interleaved": replace(PLAIN, interleaved=True),
+    "interleaved_pairs": replace(PLAIN, interleaved=True, table_width=32),
+    "partial": Rope(4, 2, 80, 48, 32, "f32", rotary=20, norm=True, eps=1e-5),
+    "at_the_end": Rope(4, 4, 48, 32, 16, rotary=16, rotary_begin=32, interleaved=True),
+    "merged": replace(PLAIN, q_stride=960, k_stride=960, v_stride=960, q_out_stride=960),
+    "no_rope": replace(PLAIN, rotary=0, norm=True, eps=1e-6),
+    "no_queries": replace(PLAIN, q_heads=0),
+    "no_keys": replace(PLAIN, kv_heads=0),
+}
+STEP = Step([(40, 5), (17, 17), (300, 1)])
+
+
+@pytest.fixture(scope="module", params=HOST_ISAS)
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Library:
+    kernels = [kernel(p) for p in PROBLEMS.values() for kernel in (rope_kv_write, rope, kv_write)]
+    return Library(kernels, request.param, tmp_path_factory.mktemp("rope"))
+
+
+def normal(*shape: int, seed: int) -> np.ndarray:
+    return placed(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
+
+
+def caches(problem: Rope) -> list[np.ndarray]:
+    dtype = np.float32 if problem.kv_dtype == "f32" else np.uint16
+    return [aligned((STEP.num_blocks, problem.kv_heads or 1, problem.block_size, dim), dtype)
+            for dim in (problem.key_dim, problem.value_dim)]
+
+
+def cached(cache: np.ndarray, block_size: int) -> np.ndarray:
+    """What lies at the positions of the step's tokens: [T, H, D]."""
+    blocks = STEP.block_table[STEP.token_seq, STEP.positions // block_size]
+    return cache[blocks, :, STEP.positions % block_size]
+
+
+def heads(rows: np.ndarray, count: int, dim: int, begin: int = 0) -> np.ndarray:
+    return rows[:, begin:begin + count * dim].reshape(len(rows), count, dim)
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_equals_reference(library: Library, name: str, workers: int) -> None:
+    p, tokens = PROBLEMS[name], STEP.num_tokens
+    width = (p.q_heads + p.kv_heads) * p.key_dim + p.kv_heads * p.value_dim
+    if p.q_stride:
+        merged = normal(tokens, width, seed=1)
+        q, k, v = merged, merged[:, p.q_heads * p.key_dim:], merged[:, (p.q_heads + p.kv_heads) * p.key_dim:]
+    else:
+        q, k = normal(tokens, p.q_heads * p.key_dim, seed=1), normal(tokens, p.kv_heads * p.key_dim, seed=2)
+        v = normal(tokens, p.kv_heads * p.value_dim, seed=3)
+    angles = normal(tokens, p.table_stride or p.table_width or p.rotary or 1, seed=4)
+    cos, sin = placed(np.cos(angles)), placed(np.sin(angles))
+    weights = (normal(p.key_dim, seed=5), normal(p.key_dim, seed=6)) if p.norm else (None, None)
+    q_rows, k_rows = heads(q, p.q_heads, p.key_dim), heads(k, p.kv_heads, p.key_dim)
+    table = slice(0, p.table_width or p.rotary)
+    want_q, want_k = reference(q_rows, k_rows, cos[:, table], sin[:, table], *weights, rotary=p.rotary, norm=p.norm,
+                               rotary_begin=p.rotary_begin, interleaved=p.interleaved, eps=p.eps)
+    want_v = heads(v, p.kv_heads, p.value_dim).copy()
+    k_cache, v_cache = caches(p)
+    library.run(rope_kv_write(p), STEP, q, k, v, cos, sin, *weights, q, k_cache, v_cache, workers=workers)
+    assert relative_error(q_rows, want_q) < 1e-6
+    if not p.kv_heads:
+        return
+    if p.kv_dtype == "f32":
+        assert relative_error(cached(k_cache, p.block_size), want_k) < 1e-6
+        assert np.array_equal(cached(v_cache, p.block_size), want_v)
+    else:
+        bits = cached(k_cache, p.block_size).astype(np.int32) - to_bf16(want_k.astype(np.float32))
+        assert np.abs(bits).max() <= 1 and np.count_nonzero(bits) < bits.size / 500  # rounded the other way
+        assert np.array_equal(cached(v_cache, p.block_size), to_bf16(want_v))
+    everything = k_cache.copy()
+    everything[STEP.block_table[STEP.token_seq, STEP.positions // p.block_size], :, STEP.positions % p.block_size] = 0
+    untouched = everything == 0 if p.kv_dtype == "bf16" else np.isnan(everything) | (everything == 0)
+    assert untouched.all(), "wrote elsewhere in the cache"
+
+
+def test_parts_equal_the_whole(library: Library) -> None:
+    q, k, v = (normal(STEP.num_tokens, n * 64, seed=n) for n in (9, 3, 4))
+    v = placed(v[:, :192])
+    cos, sin, out = normal(STEP.num_tokens, 64, seed=7), normal(STEP.num_tokens, 64, seed=8), aligned(q.shape)
+    library.run(rope(PLAIN), STEP, q, cos, sin, out, workers=2)
+    assert relative_error(out.reshape(-1, 9, 64), reference_rope(q.reshape(-1, 9, 64), cos, sin, rotary=64)) < 1e-6
+    k_cache, v_cache = caches(PLAIN)
+    library.run(kv_write(PLAIN), STEP, k, v, k_cache, v_cache, workers=2)
+    assert np.array_equal(cached(k_cache, 16).reshape(k.shape), to_bf16(k))
+    assert np.array_equal(cached(v_cache, 16).reshape(v.shape), to_bf16(v))
