@@ -110,7 +110,8 @@ def _unpack_rows(data: np.ndarray, k: int, scheme: Scheme) -> np.ndarray:
         return q.reshape(panels * PANEL, -1) * scale
     blocks = data.reshape(panels, -1, 320)
     pairs = blocks[:, :, :256].reshape(panels, -1, 4, PANEL, 4)
-    nibbles = np.stack([pairs & 15, pairs >> 4], axis=2).transpose(0, 4, 1, 2, 3, 5)  # panel, channel, block, half, j, i
+    # to: panel, channel, block, half, 4, 4
+    nibbles = np.stack([pairs & 15, pairs >> 4], axis=2).transpose(0, 4, 1, 2, 3, 5)
     step, minimum = (np.ascontiguousarray(blocks[:, :, a:a + 32]).view(np.float16).astype(np.float32)
                      .transpose(0, 2, 1)[..., None] for a in (256, 288))
     return (nibbles.reshape(panels, PANEL, -1, BLOCK) * step + minimum).reshape(panels * PANEL, -1)

@@ -37,7 +37,7 @@ def quantize_values(x: np.ndarray, scheme: Scheme) -> tuple[np.ndarray, np.ndarr
 
 
 def quantize(x: np.ndarray, scheme: Scheme) -> np.ndarray:
-    """x float32 [T, K] -> uint8 [T, row_bytes]: the rows as the kernel writes them; padding between 0 and 63 is zero."""
+    """x float32 [T, K] -> uint8 [T, row_bytes]: the rows as the kernel writes them, padding zero."""
     q, scale = quantize_values(x, scheme)
     sums = q.reshape(*scale.shape, BLOCK).sum(axis=2, dtype=np.int32)
     if num_scales(x.shape[1], scheme) == 1:

@@ -1,0 +1,32 @@
+"""Embeddings read from packed matrices."""
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ingot.compiler.cpu.isa import host_isas
+from ingot.plugins.embedding.cpu import emit
+from ingot.plugins.embedding.reference import reference
+from ingot.plugins.linear.pack import pack
+from ingot.plugins.scheme import SCHEMES, Scheme
+from tests.plugins.native import Library, Step, aligned, placed
+
+WIDTHS = [1, 31, 64, 100]
+
+
+@pytest.fixture(scope="module", params=[isa.name for isa in host_isas()])
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Library:
+    kernels = [emit(k, scheme) for k in WIDTHS for scheme in SCHEMES.values()]
+    return Library(kernels, request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=lambda s: s.tag)
+@pytest.mark.parametrize("k", WIDTHS)
+def test_embedding(library: Library, k: int, scheme: Scheme) -> None:
+    w = np.random.default_rng(k).standard_normal((50, k)).astype(np.float32)
+    ids = placed(np.array([0, 49, 15, 16, 31, 7, 7, 48], np.int32))
+    for workers in (1, 3):
+        y = aligned((8, k))
+        library.run(emit(k, scheme), Step.of_tokens(8), ids, placed(pack(w, scheme)), y, workers=workers)
+        np.testing.assert_allclose(y, reference(ids, w, scheme), rtol=0 if scheme.weight_bits > 4 else 1e-6,
+                                   atol=0 if scheme.weight_bits > 4 else 1e-6)

@@ -1,0 +1,141 @@
+"""Every linear kernel of every instruction set of this machine against the reference."""
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ingot.compiler.cpu.isa import host_isas
+from ingot.plugins.linear.cpu import Problem, emit
+from ingot.plugins.linear.pack import pack
+from ingot.plugins.linear.reference import reference
+from ingot.plugins.quantize import cpu as quantize_cpu
+from ingot.plugins.quantize.reference import quantize
+from ingot.plugins.scheme import SCHEMES, Scheme
+from tests.plugins.native import Library, Step, aligned, placed
+
+SHAPES = [(1, 1), (17, 31), (1000, 64), (576, 576), (33, 640), (40, 1536)]
+SCHEME_LIST = [*SCHEMES.values(), Scheme("int8", 8, 8, 0), Scheme("w4a8", 4, 8, 128)]
+BUCKETS = {1: 1, 8: 7, 64: 45}
+"""Tokens of a bucket -> tokens of the step: not full, and tiles of every size take part."""
+
+OPTIONS = [{"bias": True}, {"residual": True}, {"bias": True, "residual": True}]
+N, K = 40, 100
+"""The shape that options are tried on: neither is a multiple of anything."""
+
+
+def buckets(n: int) -> dict[int, int]:
+    """Those that a shape is tried with: the middle one differs in its largest tile alone."""
+    return {m: tokens for m, tokens in BUCKETS.items() if m != 8 or n in (1, 40, 576)}
+
+
+def problems() -> list[Problem]:
+    plain = [Problem(n, k, scheme, m) for n, k in SHAPES for scheme in SCHEME_LIST for m in buckets(n)]
+    with_options = [Problem(N, K, scheme, m, **options) for scheme in SCHEMES.values() for m in (1, 64)
+                    for options in OPTIONS]
+    strided = [Problem(N, K, scheme, 8, x_stride=K + 28, rows="L", float_input=scheme.is_integer)
+               for scheme in SCHEMES.values()]
+    return plain + with_options + strided
+
+
+@pytest.fixture(scope="module", params=[isa.name for isa in host_isas()])
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Library:
+    kernels = [emit(p) for p in problems()]
+    kernels += [quantize_cpu.emit(k, s) for _, k in [*SHAPES, (N, K)] for s in SCHEME_LIST if s.is_integer]
+    return Library(dict.fromkeys(kernels), request.param, tmp_path_factory.mktemp(request.param))
+
+
+def make_input(rows: int, k: int) -> np.ndarray:
+    """One row much larger than the others, one of zeros, one with an outlier."""
+    x = np.random.default_rng(k).standard_normal((rows, k)).astype(np.float32)
+    if rows > 3:
+        x[1] *= 1000
+        x[2] = 0
+        x[3, k // 2] = 100
+    return placed(x)
+
+
+def make_weights(n: int, k: int) -> np.ndarray:
+    return np.random.default_rng(n * 10000 + k).standard_normal((n, k)).astype(np.float32)
+
+
+def check(got: np.ndarray, want: np.ndarray, x: np.ndarray, w: np.ndarray) -> None:
+    """The error of a sum, relative to the sum of the magnitudes of its products: a few roundings of float32."""
+    scale = np.abs(x).astype(np.float64) @ np.abs(w).T.astype(np.float64)
+    assert np.isfinite(got).all()
+    assert (np.abs(got - want) <= 1e-6 * scale + 1e-30).all(), float((np.abs(got - want) / (scale + 1e-30)).max())
+
+
+@pytest.mark.parametrize("scheme", SCHEME_LIST, ids=lambda s: s.tag)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_linear(library: Library, shape: tuple[int, int], scheme: Scheme) -> None:
+    """Close to the reference; and the same bits for any bucket and number of workers."""
+    n, k = shape
+    w, x = make_weights(n, k), make_input(max(BUCKETS.values()), k)
+    packed, want = placed(pack(w, scheme)), reference(x, w, scheme)
+    source = placed(quantize(x, scheme)) if scheme.is_integer else x
+    results = {}
+    for m, tokens in buckets(n).items():
+        for workers in (1, 2, 5):
+            y = aligned((tokens, n))
+            library.run(emit(Problem(n, k, scheme, m)), Step.of_tokens(tokens), source, packed, y, workers=workers)
+            check(y, want[:tokens], x[:tokens], w)
+            results[m, workers] = y
+    largest = results[64, 1]
+    for case, y in results.items():
+        np.testing.assert_array_equal(y, largest[:len(y)], err_msg=f"bucket and workers {case}")
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "+".join(o))
+@pytest.mark.parametrize("m", [1, 64])
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=lambda s: s.tag)
+def test_bias_and_residual(library: Library, scheme: Scheme, m: int, options: dict[str, bool]) -> None:
+    """Also with the residual's buffer as the output."""
+    tokens = BUCKETS[m]
+    w, x = make_weights(N, K), make_input(tokens, K)
+    source = placed(quantize(x, scheme)) if scheme.is_integer else x
+    bias, residual = (make_weights(1, 48)[0], make_weights(tokens, N))
+    y = placed(residual)
+    extra = [placed(bias)] * bool(options.get("bias")) + [y] * bool(options.get("residual"))
+    kernel = emit(Problem(N, K, scheme, m, **options))
+    library.run(kernel, Step.of_tokens(tokens), source, placed(pack(w, scheme)), y, *extra, workers=2)
+    want = reference(x, w, scheme)
+    want += bias[:N] if options.get("bias") else 0
+    want += residual if options.get("residual") else 0
+    scale = np.abs(x) @ np.abs(w).T + 10
+    assert (np.abs(y - want) <= 1e-6 * scale).all()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=lambda s: s.tag)
+def test_rows_of_logits_and_stride(library: Library, scheme: Scheme) -> None:
+    """num_logits rows of a wider matrix; an integer kernel quantizes them itself, to the same bits."""
+    step = Step.of_tokens(20, logit_rows=(0, 5, 19))
+    w, wide = make_weights(N, K), make_input(3, K + 28)
+    x = placed(wide[:, :K])
+    y = aligned((4, N))
+    packed = placed(pack(w, scheme))
+    kernel = emit(Problem(N, K, scheme, 8, x_stride=K + 28, rows="L", float_input=scheme.is_integer))
+    library.run(kernel, step, wide, packed, y, workers=2)
+    assert np.isnan(y[3]).all(), "a row beyond num_logits was written"
+    check(y[:3], reference(x, w, scheme), x, w)
+    if scheme.is_integer:
+        rows, plain = placed(quantize(x, scheme)), aligned((3, N))
+        library.run(emit(Problem(N, K, scheme, 64, residual=True)), Step.of_tokens(3), rows, packed, plain,
+                    placed(np.zeros((3, N), np.float32)))
+        np.testing.assert_array_equal(y[:3], plain)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=lambda s: s.tag)
+def test_nan_and_infinity_are_not_lost(library: Library, scheme: Scheme, bad: float) -> None:
+    """A token that holds one shows it in all outputs; its neighbours are untouched."""
+    n, k = 576, 576
+    w, x = make_weights(n, k), make_input(7, k)
+    x[4, 300] = bad
+    source = aligned((7, 1024), np.uint8)
+    if scheme.is_integer:
+        library.run(quantize_cpu.emit(k, scheme), Step.of_tokens(7), x, source)
+    y = aligned((7, n), fill=0)
+    library.run(emit(Problem(n, k, scheme, 8)), Step.of_tokens(7), source if scheme.is_integer else x,
+                placed(pack(w, scheme)), y)
+    assert not np.isfinite(y[4]).any()
+    assert np.isfinite(y[[0, 1, 2, 3, 5, 6]]).all()
