@@ -12,22 +12,25 @@ from typing import Any
 from ingot.runtime.errors import RequestError
 from ingot.runtime.manifest import canonical_json, weight_name
 
-from .checkpoint import Checkpoint, open_checkpoint
+from .checkpoint.checkpoint import Checkpoint
+from .checkpoint.open import open_checkpoint
 from .cpu.generate import CpuProgram, generate
 from .engine_writer import EngineWriter
-from .importer import ImportedModel, import_model
+from .importer.importer import ImportedModel, import_model
 from .ir.dump import dump
 from .ir.graph import Graph
 from .passes.pipeline import cpu_pipeline, run_passes
 from .plan.plan import Plan, Weight
 from .precision import find_precision
 from .targets import Target, find_target
+from .tokenizer import tokenizer_members
 from .version import ingot_version, toolchain_versions
 
 Progress = Callable[[str, str], None]
 
 DEFAULT_MAX_BATCH_SIZE = 16
 DEFAULT_MAX_NUM_TOKENS = 512
+DEFAULT_MAX_SEQ_LEN = 4096
 BLOCK_SIZE = 16
 """Tokens of a KV block."""
 CODE_MEMBER = "code/model.so"
@@ -99,8 +102,10 @@ def build(request: BuildRequest, progress: Progress = lambda stage, detail: None
     if output.exists() and not request.force and not request.dry_run:
         raise RequestError(f"{output} exists.\n  Replace it with --force, or name another with -o.")
 
-    with clock.stage("import", f"{checkpoint.name}: {checkpoint.architecture}"):
+    with clock.stage("import", f"{checkpoint.name}: {_architecture(checkpoint)}"):
         imported = import_model(checkpoint)
+        tokenizer, missing = tokenizer_members(checkpoint)
+    warnings = (*imported.warnings, *missing)
     with clock.stage("passes", f"{len(imported.graph.nodes)} operations"):
         graph = run_passes(imported.graph, cpu_pipeline(precision, kv), request.dump,
                            lambda name: progress("passes", name))
@@ -108,7 +113,7 @@ def build(request: BuildRequest, progress: Progress = lambda stage, detail: None
         program = generate(graph, target.isa, limits, BLOCK_SIZE)
     manifest = _manifest(request, checkpoint, imported, target, kv, limits, program)
     if request.dry_run:
-        return BuildResult(None, "", manifest, clock.seconds, imported.warnings)
+        return BuildResult(None, "", manifest, clock.seconds, warnings)
     with clock.stage("compile", f"{len(program.kernels)} kernels for {target.isa}"):
         code = program.compile(request.compiler)
     with clock.stage("weights", f"{len(program.weights)} tensors, {manifest['memory']['weights_bytes'] / 1e6:.0f} MB"), \
@@ -116,11 +121,11 @@ def build(request: BuildRequest, progress: Progress = lambda stage, detail: None
         plan = _write_weights(writer, program, checkpoint, progress)
         writer.add("plan.json", canonical_json(plan.to_json()))
         writer.add(CODE_MEMBER, code)
-        for name, data in checkpoint.tokenizer_files().items():
+        for name, data in tokenizer.items():
             writer.add(f"tokenizer/{name}", data)
         _add_debug(writer, request, graph)
         engine_hash = writer.finish(manifest)
-    return BuildResult(output, engine_hash, manifest, clock.seconds, imported.warnings)
+    return BuildResult(output, engine_hash, manifest, clock.seconds, warnings)
 
 
 def _kv_precision(request: BuildRequest, target: Target, default: str) -> str:
@@ -131,7 +136,7 @@ def _kv_precision(request: BuildRequest, target: Target, default: str) -> str:
 
 
 def _limits(request: BuildRequest, checkpoint: Checkpoint) -> dict[str, int]:
-    longest = checkpoint.max_position_embeddings
+    longest = _max_positions(checkpoint)
     limits = {"max_batch_size": request.max_batch_size or DEFAULT_MAX_BATCH_SIZE,
               "max_num_tokens": request.max_num_tokens or DEFAULT_MAX_NUM_TOKENS,
               "max_seq_len": request.max_seq_len or longest}
@@ -144,6 +149,18 @@ def _limits(request: BuildRequest, checkpoint: Checkpoint) -> dict[str, int]:
         raise RequestError(f"max_num_tokens {limits['max_num_tokens']} is below max_batch_size "
                            f"{limits['max_batch_size']}: a step holds at least one token of every sequence")
     return limits
+
+
+def _architecture(checkpoint: Checkpoint) -> str:
+    return (checkpoint.config.architectures or [checkpoint.config.model_type])[0]
+
+
+def _max_positions(checkpoint: Checkpoint) -> int:
+    """The longest sequence that the model was made for, as its configuration says; some models name no limit."""
+    config = checkpoint.config.get_text_config()
+    names = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
+    found = [value for name in names if isinstance(value := getattr(config, name, None), int) and value > 0]
+    return found[0] if found else DEFAULT_MAX_SEQ_LEN
 
 
 def _write_weights(writer: EngineWriter, program: CpuProgram, checkpoint: Checkpoint, progress: Progress) -> Plan:
@@ -161,9 +178,8 @@ def _manifest(request: BuildRequest, checkpoint: Checkpoint, imported: ImportedM
               limits: dict[str, int], program: CpuProgram) -> dict[str, Any]:
     return {
         "ingot_version": ingot_version(),
-        "model": {"name": checkpoint.name, "architecture": checkpoint.architecture,
-                  "config_sha256": checkpoint.config_sha256, "weights_sha256": checkpoint.weights_sha256,
-                  "license": checkpoint.license, "vocab_size": program.vocab_size},
+        "model": {"name": checkpoint.name, "architecture": _architecture(checkpoint),
+                  "config_sha256": checkpoint.config_digest, "vocab_size": program.vocab_size},
         "target": {"name": target.name, "kind": target.kind, "isa": target.isa, "machine": program.machine,
                    "features": list(program.features)},
         "precision": request.precision,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from ingot.plugins.kernel import CpuKernel
 
 from ..ir.graph import Graph, Node
-from ..ir.types import Dim, TensorType, concrete, product
+from ..ir.types import Dim, DType, TensorType, concrete, extent, product
 from ..plan.memory import Life, plan_arena
 from ..plan.plan import Arg, Bucket, Launch, Output, Write
 from .weights import RAW, Packing, WeightTable
@@ -50,6 +50,12 @@ class Lowering:
     sizes: dict[str, int] = field(default_factory=dict)
     last_reader: dict[str, int] = field(default_factory=dict)
     position: int = 0
+    _deferred: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._users = self.graph.consumers()
+        self._kv_dtypes = {node.attrs["slot"]: node.attrs["dtype"] for node in self.graph.nodes
+                           if node.op in ("kv_write", "rope_kv_write")}
 
     def run(self) -> Bucket:
         for number, node in enumerate(self.graph.nodes):
@@ -101,6 +107,22 @@ class Lowering:
         assert isinstance(inner, int)
         return self.place(value).stride or inner
 
+    def row_group(self, value: str) -> tuple[int, int]:
+        """(rows side by side, elements from one such group to the next): the heads of a token in wider rows."""
+        stride = self.place(value).stride
+        if stride is None:
+            return 1, self.width(value)
+        inner = product(tuple(dim for dim in self.type(value).shape if dim != 1)[1:])
+        assert isinstance(inner, int)
+        return inner // self.width(value), stride
+
+    def count(self, rows: Dim) -> int:
+        """The number of rows in the largest step of this bucket."""
+        return extent(rows, dict(self.bindings))
+
+    def kv_dtype(self, slot: int) -> DType:
+        return self._kv_dtypes[slot]
+
     def weight(self, value: str, packing: Packing) -> Arg:
         return Arg("weight", self.weights.name(self.graph.constants[value], packing, value))
 
@@ -127,6 +149,21 @@ class Lowering:
         name = f"scratch{len(self.launches)}"
         self.sizes[name] = size_bytes
         return Arg("value", name)
+
+    def users(self, value: str) -> list[Node]:
+        """The nodes that read a value, through views."""
+        found = []
+        for node in self._users[value]:
+            found += self.users(node.output) if self._is_view(node) else [node]
+        return found
+
+    def defer(self, value: str, source: str) -> None:
+        """Make no `value`: its readers take `source` and compute it themselves."""
+        self._deferred[value] = source
+
+    def deferred(self, value: str) -> str | None:
+        """What to read in the place of a value that was not made."""
+        return self._deferred.get(value)
 
     def kv(self, slot: int, part: str) -> Arg:
         return Arg("kv", str(slot), 0, part)

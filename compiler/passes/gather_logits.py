@@ -55,7 +55,7 @@ def _single_row_input(graph: Graph, node: Node) -> str | None:
         return None
     shape, result = graph.types[rows[0]].shape, graph.types[node.output].shape
     axis = shape.index("T")
-    lost = "T" not in result or result.index("T") != axis or any(dim != 1 for dim in shape[:axis])
+    lost = "T" not in result or any(dim != 1 for dim in (*shape[:axis], *result[:result.index("T")]))
     mixes_rows = node.op == "softmax" and node.attrs["dim"] % len(shape) == axis
     return None if lost or mixes_rows else rows[0]
 

@@ -18,6 +18,7 @@ from .fuse_rope import fuse_rope_kv_write
 from .gather_logits import gather_logits
 from .insert_quantize import insert_quantize
 from .match import eliminate_dead_code
+from .merge_duplicates import merge_duplicates
 from .merge_linears import merge_linears
 from .place_kv import place_kv
 from .raise_linear import raise_linear
@@ -37,6 +38,7 @@ def cpu_pipeline(precision: Precision, kv: str) -> list[Pass]:
         ("raise_linear", raise_linear),
         ("raise_norms", raise_norms),
         ("raise_rope", raise_rope),
+        ("merge_duplicates", merge_duplicates),
         ("gather_logits", gather_logits),
         ("assign_precision", partial(assign_precision, precision=precision)),
         ("merge_linears", merge_linears),

@@ -1,0 +1,160 @@
+"""For each operator of the final graph: which kernel runs, and with what arguments."""
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ingot.plugins.attention import cpu as attention_cpu
+from ingot.plugins.embedding import cpu as embedding_cpu
+from ingot.plugins.expert_linear import cpu as experts_cpu
+from ingot.plugins.linear import cpu as linear_cpu
+from ingot.plugins.norm import cpu as norm_cpu
+from ingot.plugins.quantize import cpu as quantize_cpu
+from ingot.plugins.rope import cpu as rope_cpu
+from ingot.plugins.scheme import SCHEMES
+
+from ..ir.graph import Node
+from ..loops import c_emit
+from ..plan.plan import NULL, Arg
+from .lower import Lowering
+from .weights import Packing
+
+FUSED_QUANTIZE_TOKENS = 2
+"""Up to so many tokens a linear kernel quantizes its input itself: each worker repeats the work, which costs less than
+the launch that it saves."""
+
+
+def _quantize(low: Lowering, node: Node) -> None:
+    x, scheme = node.values[0], SCHEMES[node.attrs["scheme"]]
+    if low.tokens <= FUSED_QUANTIZE_TOKENS and all(user.op == "linear" for user in low.users(node.output)):
+        low.defer(node.output, x)
+        return
+    kernel = quantize_cpu.emit(low.width(x), scheme, str(low.rows(x)), low.stride(x))
+    low.launch(node, kernel, [low.arg(x), low.output(node.output)], {node.output: 1})
+
+
+def _linear(low: Lowering, node: Node) -> None:
+    x, w, *bias = node.values
+    n, k = (int(dim) for dim in low.type(w).shape)
+    scheme = SCHEMES[node.attrs.get("scheme", "fp32")]
+    floats = low.deferred(x)
+    source = floats or x
+    problem = linear_cpu.Problem(
+        n, k, scheme, low.count(low.rows(x)), str(low.rows(x)), bias=bool(bias), float_input=floats is not None,
+        x_stride=low.stride(source) if floats or not scheme.is_integer else 0)
+    args = [low.arg(source), low.weight(w, Packing(scheme.name)), low.output(node.output), *map(low.arg, bias)]
+    low.launch(node, linear_cpu.emit(problem), args, {node.output: 2})
+
+
+def _expert_linear(low: Lowering, node: Node) -> None:
+    x, ids, w, *bias = node.values
+    experts, n, k = (int(dim) for dim in low.type(w).shape)
+    scheme = SCHEMES[node.attrs.get("scheme", "fp32")]
+    problem = experts_cpu.Problem(experts, low.width(ids), n, k, scheme, low.tokens,
+                                  shared=len(low.type(x).shape) == 2, bias=bool(bias))
+    args = [low.arg(x), low.arg(ids), low.weight(w, Packing(scheme.name)), low.output(node.output),
+            *map(low.arg, bias)]
+    low.launch(node, experts_cpu.emit(problem), args, {node.output: 3})
+
+
+def _embedding(low: Lowering, node: Node) -> None:
+    w, ids = node.values
+    scheme = SCHEMES[node.attrs.get("scheme", "fp32")]
+    kernel = embedding_cpu.emit(low.width(w), scheme)
+    args = [low.arg(ids), low.weight(w, Packing(scheme.name)), low.output(node.output)]
+    low.launch(node, kernel, args, {node.output: 2})
+
+
+def _norm(low: Lowering, node: Node) -> None:
+    x, *parameters = node.values
+    group, stride = low.row_group(x)
+    problem = norm_cpu.Norm(node.op, low.rows(x), low.width(x), node.attrs["eps"], x_stride=stride, x_group=group)
+    args = [low.arg(x), *_optional(low, parameters), low.output(node.output)]
+    low.launch(node, norm_cpu.norm(problem), args, {node.output: 3})
+
+
+def _add_norm(low: Lowering, node: Node) -> None:
+    x, r, *parameters = node.values
+    y, s = node.outputs
+    problem = norm_cpu.Norm(node.op.removeprefix("add_"), low.rows(x), low.width(x), node.attrs["eps"])
+    sum_arg = low.in_place(s, r) or low.in_place(s, x) or low.output(s)
+    args = [low.arg(x), low.arg(r), *_optional(low, parameters), low.output(y), sum_arg]
+    low.launch(node, norm_cpu.add_norm(problem), args, {y: 4, s: 5})
+
+
+def _optional(low: Lowering, parameters: list[str]) -> list[Arg]:
+    """Weight and bias, null where the node has none."""
+    return [low.arg(parameters[i]) if i < len(parameters) else NULL for i in range(2)]
+
+
+def _rope_kv_write(low: Lowering, node: Node) -> None:
+    q, k, v, cos, sin, *norms = node.values
+    q_out = low.in_place(node.outputs[0], q) or low.output(node.outputs[0])
+    problem = rope_cpu.Rope(
+        q_heads=int(low.type(q).shape[1]), kv_heads=int(low.type(k).shape[1]), key_dim=low.width(q),
+        value_dim=low.width(v), block_size=low.block_size, kv_dtype=node.attrs["dtype"].value, rotary=low.width(cos),
+        interleaved=node.attrs.get("interleaved", False), norm=bool(norms), eps=node.attrs.get("eps", 0.0),
+        q_stride=low.token_stride(q), k_stride=low.token_stride(k), v_stride=low.token_stride(v))
+    slot = node.attrs["slot"]
+    args = [*map(low.arg, (q, k, v, cos, sin)), *(low.arg(n) for n in norms), *[NULL] * (2 - len(norms)), q_out,
+            low.kv(slot, "k"), low.kv(slot, "v")]
+    low.launch(node, rope_cpu.rope_kv_write(problem), args, {node.outputs[0]: 7})
+
+
+def _rope(low: Lowering, node: Node) -> None:
+    x, cos, sin = node.values
+    out = low.in_place(node.output, x) or low.output(node.output)
+    problem = rope_cpu.Rope(
+        q_heads=int(low.type(x).shape[1]), kv_heads=0, key_dim=low.width(x), value_dim=0, block_size=low.block_size,
+        rotary=low.width(cos), interleaved=node.attrs.get("interleaved", False), q_stride=low.token_stride(x))
+    low.launch(node, rope_cpu.rope(problem), [*map(low.arg, (x, cos, sin)), out], {node.output: 3})
+
+
+def _kv_write(low: Lowering, node: Node) -> None:
+    k, v = node.values
+    problem = rope_cpu.Rope(
+        q_heads=0, kv_heads=int(low.type(k).shape[1]), key_dim=low.width(k), value_dim=low.width(v),
+        block_size=low.block_size, kv_dtype=node.attrs["dtype"].value, k_stride=low.token_stride(k),
+        v_stride=low.token_stride(v))
+    slot = node.attrs["slot"]
+    args = [low.arg(k), low.arg(v), low.kv(slot, "k"), low.kv(slot, "v")]
+    low.launch(node, rope_cpu.kv_write(problem), args)
+
+
+def _attention(low: Lowering, node: Node) -> None:
+    q, k, v, *sinks = node.values
+    a = node.attrs
+    problem = attention_cpu.Attention(
+        q_heads=int(low.type(q).shape[1]), kv_heads=int(low.type(k).shape[1]), key_dim=low.width(q),
+        value_dim=low.width(v), block_size=low.block_size, scale=a["scale"], window=a.get("window", 0),
+        chunk=a.get("chunk", 0), softcap=a.get("softcap", 0.0), kv_dtype=low.kv_dtype(a["slot"]).value,
+        q_stride=low.token_stride(q))
+    sequences = low.limits["max_batch_size"]
+    scratch = low.scratch(attention_cpu.scratch_bytes(problem, low.tokens, sequences))
+    sink = low.arg(sinks[0]) if sinks else NULL
+    out = low.output(node.output)
+    first = [low.arg(q), low.kv(a["slot"], "k"), low.kv(a["slot"], "v"), sink, scratch, out]
+    low.launch(node, attention_cpu.attention(problem), first)
+    low.launch(node, attention_cpu.attention_combine(problem), [scratch, sink, out], {node.output: 2})
+
+
+def _loop(low: Lowering, node: Node) -> None:
+    kernel = c_emit.emit(node, [low.type(value) for value in node.values])
+    args = [*map(low.arg, node.values), low.output(node.output)]
+    low.launch(node, kernel, args, {node.output: len(node.values)})
+
+
+EMITTERS: dict[str, Callable[[Lowering, Node], None]] = {
+    "quantize": _quantize,
+    "linear": _linear,
+    "expert_linear": _expert_linear,
+    "embedding": _embedding,
+    "rms_norm": _norm,
+    "layer_norm": _norm,
+    "add_rms_norm": _add_norm,
+    "add_layer_norm": _add_norm,
+    "rope": _rope,
+    "rope_kv_write": _rope_kv_write,
+    "kv_write": _kv_write,
+    "attention": _attention,
+    "loop": _loop,
+}
