@@ -27,7 +27,7 @@ Compiler = Literal["zig", "cc"]
 COMPILE_FLAGS = ("-std=gnu11", "-O3", "-g0", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno",
                  "-fno-trapping-math", "-fno-sanitize=undefined", "-fno-stack-protector", "-Wall", "-Wextra",
                  "-Wno-unused-function", "-Wno-unused-parameter", "-Werror=implicit-function-declaration")
-LINK_FLAGS = ("-shared", "-s", "-Wl,--build-id=none", "-lm", "-lpthread")
+LINK_FLAGS = ("-shared", "-s", "-Wl,--build-id=none", "-Wl,-z,defs", "-lm", "-lpthread")
 _LINES_SHOWN = 12
 
 

@@ -54,7 +54,7 @@ def unpack(blob: np.ndarray, n: int, k: int, scheme: Scheme) -> np.ndarray:
 
 def dequantize(w: np.ndarray, scheme: Scheme) -> np.ndarray:
     """What w[N, K] becomes by its scheme, in float32: the weights that the kernels multiply with."""
-    return unpack(pack(w, scheme), *w.shape, scheme)
+    return unpack(pack(w, scheme), w.shape[0], w.shape[1], scheme)
 
 
 def bf16_bits(w: np.ndarray) -> np.ndarray:

@@ -12,6 +12,7 @@ import ctypes
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -54,7 +55,7 @@ class Bench:
         self._library.ingot_pool_create.restype = ctypes.c_void_p
         self._pool = ctypes.c_void_p(self._library.ingot_pool_create(workers))
 
-    def seconds(self, kernel: CpuKernel, arguments: list[tuple[np.ndarray, ...]], tokens: int) -> float:
+    def seconds(self, kernel: CpuKernel, arguments: Sequence[tuple[np.ndarray, ...]], tokens: int) -> float:
         """Median time of one run through a list of launches."""
         address = ctypes.cast(getattr(self._library, kernel.symbol), ctypes.c_void_p)
         pointers = [(ctypes.c_void_p * len(each))(*(a.ctypes.data for a in each)) for each in arguments]

@@ -1,0 +1,34 @@
+"""Which instruction sets a machine can run."""
+from __future__ import annotations
+
+from ingot.compiler.cpu.isa import ISAS, cpu_flags, runnable_isas
+
+CPUINFO = """processor\t: 0
+vendor_id\t: GenuineIntel
+flags\t\t: fpu avx avx2 fma f16c bmi1 bmi2 movbe abm
+
+processor\t: 1
+"""
+
+
+def names(machine: str, flags: frozenset[str]) -> list[str]:
+    return [isa.name for isa in runnable_isas(machine, flags)]
+
+
+def test_flags_of_x86_and_arm() -> None:
+    assert {"avx2", "fma", "abm"} <= cpu_flags(CPUINFO)
+    assert cpu_flags("Features\t: fp asimd asimddp\n") == {"fp", "asimd", "asimddp"}
+    assert cpu_flags("") == frozenset()
+
+
+def test_the_most_capable_comes_last() -> None:
+    v3, vnni = ISAS["x86-64-v3"].required, ISAS["x86-64-v4-vnni"].required
+    assert names("x86_64", v3) == ["x86-64-v3"]
+    assert names("x86_64", vnni) == ["x86-64-v3", "x86-64-v4", "x86-64-v4-vnni"]
+    assert names("x86_64", v3 - {"f16c"}) == []
+
+
+def test_machines_do_not_mix() -> None:
+    assert names("aarch64", frozenset({"asimd", "asimddp"})) == ["aarch64-dotprod"]
+    assert names("aarch64", frozenset({"asimd"})) == []
+    assert names("riscv64", ISAS["x86-64-v4-vnni"].required) == []

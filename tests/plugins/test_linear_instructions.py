@@ -1,0 +1,42 @@
+"""Native arithmetic is proven: the instructions that the compiler chose for each precision, on every target."""
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from ingot.compiler.cpu.isa import ISAS
+from ingot.compiler.cpu.toolchain import assembly
+from ingot.plugins.expert_linear import cpu as expert_cpu
+from ingot.plugins.kernel import INCLUDE_DIR, translation_unit
+from ingot.plugins.linear.cpu import Problem, emit
+from ingot.plugins.scheme import SCHEMES
+
+# instruction set -> register prefix of its vectors, instruction for: float, int8, w4a8
+EXPECTED = {
+    "x86-64-v3": ("%ymm", "vfmadd231ps", "vpmaddwd", "vpmaddubsw"),
+    "x86-64-v4": ("%zmm", "vfmadd231ps", "vpmaddwd", "vpmaddubsw"),
+    "x86-64-v4-vnni": ("%zmm", "vfmadd231ps", "vpdpbusd", "vpdpbusd"),
+    "aarch64-dotprod": ("v", "fmla", "sdot", "sdot"),
+}
+
+
+@pytest.mark.parametrize("m", [1, 512])
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("isa", EXPECTED)
+def test_instructions(isa: str, scheme: str, m: int) -> None:
+    register, of_floats, of_bytes, of_nibbles = EXPECTED[isa]
+    instruction = {"int8": of_bytes, "w4a8": of_nibbles}.get(scheme, of_floats)
+    text = assembly(translation_unit([emit(Problem(192, 576, SCHEMES[scheme], m))]), ISAS[isa], [INCLUDE_DIR])
+    found = re.findall(rf"^\s+{instruction}\s+.*{register}", text, re.MULTILINE)
+    assert len(found) >= 4, f"{len(found)} x {instruction}"
+    calls = re.findall(r"^\s+(?:call\w*|bl)\s.*", text, re.MULTILINE)
+    assert not calls, f"a kernel calls {calls}: something was not inlined"
+
+
+@pytest.mark.parametrize("isa", EXPECTED)
+def test_experts_are_inlined(isa: str) -> None:
+    problem = expert_cpu.Problem(8, 2, 192, 576, SCHEMES["w4a8"], 512, shared=True)
+    text = assembly(translation_unit([expert_cpu.emit(problem)]), ISAS[isa], [INCLUDE_DIR])
+    calls = set(re.findall(r"^\s+(?:call\w*|bl)\s+(\S+)", text, re.MULTILINE))
+    assert all("mem" in call for call in calls), calls
