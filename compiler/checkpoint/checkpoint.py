@@ -52,6 +52,11 @@ class Checkpoint:
     def name(self) -> str:
         return self.path.stem if self.path.is_file() else self.path.name
 
+    @property
+    def gguf_architecture(self) -> str | None:
+        """What a GGUF file calls its architecture; None for other checkpoints. Its tensors have GGUF's names."""
+        return getattr(self.store, "architecture", None)
+
     def names(self) -> list[str]:
         return self.store.names()
 
@@ -76,8 +81,8 @@ class Checkpoint:
         if stored.dtype == np.bool_:
             return stored
         if stored.dtype.kind in "iu" and self.store.dtype(name) != "BF16":
-            bounds = np.iinfo(np.int32)
-            if stored.dtype.itemsize > 4 and stored.size and not bounds.min <= stored.min() <= stored.max() <= bounds.max:
+            least, most = np.iinfo(np.int32).min, np.iinfo(np.int32).max
+            if stored.dtype.itemsize > 4 and stored.size and not least <= stored.min() <= stored.max() <= most:
                 raise CheckpointError(f"{self.path}: tensor {name} holds integers that do not fit 32 bits")
             return stored.astype(np.int32)
         values = bf16_to_f32(stored) if stored.dtype == np.uint16 else stored.astype(np.float32, copy=False)

@@ -1,7 +1,8 @@
 """One .safetensors file, mapped into memory.
 
-The format (https://huggingface.co/docs/safetensors): u64 length of the header, the header as JSON (name -> dtype, shape,
-data_offsets), the data. Read here rather than with the safetensors package, which answers a malformed file without
+The format (https://huggingface.co/docs/safetensors): u64 length of the header, the header as JSON (name -> dtype,
+shape, data_offsets), the data. Read here rather than with the safetensors package, which answers a malformed file
+without
 numbers and hands out bfloat16 only through torch.
 """
 from __future__ import annotations
@@ -51,7 +52,7 @@ class SafetensorsFile:
         with open(self.path, "rb") as file:
             prefix = file.read(8)
             if len(prefix) < 8:
-                raise self._error(f"no safetensors file: {self._size_bytes} bytes, the length of the header alone has 8")
+                raise self._error(f"no safetensors file: {self._size_bytes} bytes, the header's length alone has 8")
             length = int.from_bytes(prefix, "little")
             if length > min(_MAX_HEADER_BYTES, self._size_bytes - 8):
                 raise self._error(f"the header claims {length} bytes, the file has {self._size_bytes}; it is truncated "

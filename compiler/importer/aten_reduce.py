@@ -41,7 +41,19 @@ def _amin(c: Context, node: torch.fx.Node, x: Operand, dims: Sequence[int] = (),
 
 @aten("max", "min")
 def _extreme(c: Context, node: torch.fx.Node, x: Operand) -> str:
+    if "max" in str(node.target) and (x == "positions" or (c.builder.produced_by(x, "reshape") and
+                                      c.builder.producers[str(x)].inputs[0] == "positions")):
+        return _longest_position(c)
     return _reduce(c, "reduce_max" if "max" in str(node.target) else "reduce_min", x, None, False)
+
+
+def _longest_position(c: Context) -> str:
+    """The largest position at hand becomes the largest that will ever be."""
+    if c.max_seq_len is None:
+        raise c.refuse("the model computes with the length of the longest sequence; give max_seq_len")
+    c.warnings.append(f"the model scales its positions by the length of the longest sequence, taken as max_seq_len = "
+                      f"{c.max_seq_len}: {c.builder.origin}")
+    return c.emit("full", shape=(), value=c.max_seq_len - 1, dtype=DType.I32)
 
 
 @aten("max.dim")

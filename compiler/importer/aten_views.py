@@ -10,7 +10,7 @@ import torch.fx
 from ..ir.graph import Operand
 from ..ir.infer import replaced
 from ..ir.types import Dim, make_dim, split_dim
-from .conversion import INT32_MAX, Context, Symbolic, aten, axes, axis, dim_of, dtype_of, result_type
+from .conversion import INT32_MAX, SYMBOL, Context, Symbolic, aten, axes, axis, dim_of, dtype_of, result_type
 
 
 @aten("alias", "detach", "clone", "contiguous", "lift_fresh_copy", "lift_fresh", "dropout", "view_copy", "alias_copy",
@@ -252,6 +252,10 @@ def _arange(c: Context, node: torch.fx.Node, *args: Any, **kwargs: Any) -> str:
     if isinstance(start, Symbolic) or isinstance(step, Symbolic):
         raise c.refuse("the number of tokens of a step is used as a value")
     (length,) = result_type(c, node).shape
+    if length == SYMBOL and step == 1:
+        # Without a cache, which is how models are traced, a model that numbers its tokens gives them their positions.
+        counted = c.emit("add", "positions", start) if start else "positions"
+        return c.cast(counted, dtype_of(node.meta["val"].dtype))
     return c.emit("arange", start=start, step=step, length=length, dtype=dtype_of(node.meta["val"].dtype))
 
 

@@ -7,7 +7,7 @@ or a tuple of names.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -45,10 +45,16 @@ class Symbolic:
 
 @dataclass
 class Context:
-    """builder, and where in the model the node being converted stands."""
+    """node: the one being converted.
+
+    max_seq_len: the longest sequence that will be served. Some models scale their positions by the longest one at
+    hand; an engine, whose steps hold many sequences, always takes the limit.
+    """
 
     builder: GraphBuilder
+    max_seq_len: int | None = None
     node: torch.fx.Node | None = None
+    warnings: list[str] = field(default_factory=list)
 
     def emit(self, op: str, *inputs: Operand, **attrs: Any) -> str:
         return emit(self.builder, op, inputs, **attrs)

@@ -22,17 +22,20 @@ from .parameters import Parameters
 __all__ = ["aten_elementwise", "aten_linear", "aten_reduce", "aten_views", "convert"]
 
 
-def convert(exported: Exported, parameters: Parameters) -> Graph:
-    """Raises ImportRefused for what has no counterpart (names operator, module and source line), CheckpointMismatch for
+def convert(exported: Exported, parameters: Parameters, max_seq_len: int | None) -> tuple[Graph, list[str]]:
+    """The graph, and warnings for the user. max_seq_len: see Context.
+
+    Raises ImportRefused for what has no counterpart (names operator, module and source line), CheckpointMismatch for
     parameters that the graph needs and the checkpoint lacks."""
-    return _Converter(exported, parameters).graph()
+    converter = _Converter(exported, parameters, max_seq_len)
+    return converter.graph(), converter.context.warnings
 
 
 class _Converter:
-    def __init__(self, exported: Exported, parameters: Parameters) -> None:
+    def __init__(self, exported: Exported, parameters: Parameters, max_seq_len: int | None) -> None:
         self.program = exported.program
         self.parameters = parameters
-        self.context = Context(GraphBuilder())
+        self.context = Context(GraphBuilder(), max_seq_len)
         self.values: dict[torch.fx.Node, Any] = {}
         self.num_attentions = 0
         specs = self.program.graph_signature.input_specs

@@ -11,7 +11,9 @@ from ..ir.verify import verify
 from .errors import ImportRefused
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from .parameters import Parameters
 
 _INTEGERS = ("I64", "I32", "I16", "I8", "U8")
 
@@ -28,16 +30,19 @@ class ImportedModel:
     warnings: list[str] = field(default_factory=list)
 
 
-def import_model(checkpoint: Checkpoint) -> ImportedModel:
-    """Raises ImportRefused for a model that cannot become an engine, CheckpointMismatch for tensors that do not fit,
-    CheckpointError for a malformed checkpoint."""
-    tensors = {name: (checkpoint.shape(name), _dtype(checkpoint.dtype(name))) for name in checkpoint.names()}
-    return _import(checkpoint.config, tensors, str(checkpoint.path))
+def import_model(checkpoint: Checkpoint, max_seq_len: int | None = None) -> ImportedModel:
+    """max_seq_len: the longest sequence that will be served, for models that compute with it (see Limits); the
+    configuration's own limit if it is not given.
+
+    Raises ImportRefused for a model that cannot become an engine, CheckpointMismatch for tensors that do not fit,
+    CheckpointError for a malformed checkpoint.
+    """
+    return _import(checkpoint.config, checkpoint, max_seq_len)
 
 
-def import_config(config: PretrainedConfig) -> ImportedModel:
+def import_config(config: PretrainedConfig, max_seq_len: int | None = None) -> ImportedModel:
     """A dry run without a checkpoint: each parameter is a tensor of its own name."""
-    return _import(config, None, "")
+    return _import(config, None, max_seq_len)
 
 
 def _dtype(stored: str) -> DType:
@@ -46,24 +51,33 @@ def _dtype(stored: str) -> DType:
     return DType.I32 if stored in _INTEGERS else DType.F32
 
 
-def _import(config: PretrainedConfig, tensors: dict[str, tuple[tuple[int, ...], DType]] | None, where: str,
-            ) -> ImportedModel:
+def _import(config: PretrainedConfig, checkpoint: Checkpoint | None, max_seq_len: int | None) -> ImportedModel:
     _require_causal_lm(config)
     from .convert import convert
     from .export import export
-    from .parameters import checkpoint_recipes, untied_names
+    from .token_axis import check_token_axis
     exported = export(config)
-    if tensors is None:
-        parameters = untied_names(exported.model)
-    else:
-        parameters = checkpoint_recipes(exported.model, tensors, where)
-    graph = verify(convert(exported, parameters))
-    warnings = []
+    parameters = _parameters(exported.model, checkpoint)
+    limit = max_seq_len or getattr(config.get_text_config(), "max_position_embeddings", None)
+    graph, warnings = convert(exported, parameters, limit)
+    check_token_axis(verify(graph))
     if parameters.unused:
         shown = ", ".join(parameters.unused[:5])
         warnings.append(f"{len(parameters.unused)} tensors of the checkpoint are not used: {shown}"
                         + (", …" if len(parameters.unused) > 5 else ""))
     return ImportedModel(graph, config, warnings)
+
+
+def _parameters(model: PreTrainedModel, checkpoint: Checkpoint | None) -> Parameters:
+    from .gguf_parameters import gguf_recipes
+    from .parameters import checkpoint_recipes, own_names
+    if checkpoint is None:
+        return own_names(model)
+    tensors = {name: (checkpoint.shape(name), _dtype(checkpoint.dtype(name))) for name in checkpoint.names()}
+    architecture = checkpoint.gguf_architecture
+    if architecture is not None:
+        return gguf_recipes(model, architecture, tensors, str(checkpoint.path))
+    return checkpoint_recipes(model, tensors, str(checkpoint.path))
 
 
 def _require_causal_lm(config: PretrainedConfig) -> None:

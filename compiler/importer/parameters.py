@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -28,26 +27,31 @@ from transformers.core_model_loading import (
 
 from ..ir.types import DType
 from ..weights.expr import WeightExpr, tensor
-from .builder import GraphBuilder
-from .conversion import CONVERSIONS, Context, dtype_of, operator_name
+from .conversion import dtype_of
 from .errors import CheckpointMismatch
+from .recipes import traced_recipes
+
+Tensors = Mapping[str, tuple[tuple[int, ...], DType]]
+"""What a checkpoint holds: name -> shape and type (f32, i32 or bool)."""
 
 
 @dataclass
 class Parameters:
-    """recipes: name of a parameter or saved buffer in the model -> recipe. unused: tensors that no recipe reads.
-
-    model_type and where name the two sides in errors.
+    """recipes     name of a parameter or saved buffer in the model -> recipe
+    shapes      name -> shape by the configuration
+    unused      tensors of the checkpoint that no recipe reads
+    optional    patterns of names that transformers does without
+    transforms  the renamings by which names in the checkpoint are guessed for errors
     """
 
     recipes: dict[str, WeightExpr]
     shapes: dict[str, tuple[int, ...]]
-    unused: list[str] = field(default_factory=list)
-    checkpoint_names: list[str] = field(default_factory=list)
+    model_name: str
     where: str = ""
-    model_name: str = ""
-    transforms: list[WeightTransform] = field(default_factory=list)
+    checkpoint_names: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
     optional: list[str] = field(default_factory=list)
+    transforms: list[WeightTransform] = field(default_factory=list)
 
     def require(self, names: Iterable[str]) -> None:
         """Raises CheckpointMismatch where a parameter that the graph needs is missing or of another shape."""
@@ -86,22 +90,22 @@ def checkpoint_name(name: str, transforms: Iterable[WeightTransform]) -> str:
     return name.replace("\\.", ".")
 
 
-def untied_names(model: PreTrainedModel) -> Parameters:
+def own_names(model: PreTrainedModel) -> Parameters:
     """For an import without a checkpoint: every parameter under its own name, tied ones under their source's."""
-    state = _state(model)
+    state = state_of(model)
     recipes = {name: tensor(name, shape, dtype) for name, (shape, dtype) in state.items()}
     for target, source in _ties(model).items():
         if source in recipes:
             recipes[target] = recipes[source]
-    return Parameters(recipes, {name: shape for name, (shape, _) in state.items()})
+    return Parameters(recipes, {name: shape for name, (shape, _) in state.items()}, type(model).__name__)
 
 
-def checkpoint_recipes(model: PreTrainedModel, tensors: Mapping[str, tuple[tuple[int, ...], DType]], where: str,
-                       ) -> Parameters:
-    """tensors: name in the checkpoint -> shape and type. Follows what transformers does when it loads a checkpoint."""
-    state = _state(model)
+def checkpoint_recipes(model: PreTrainedModel, tensors: Tensors, where: str,
+                       transforms: list[WeightTransform] | None = None) -> Parameters:
+    """Follows what transformers does when it loads a checkpoint. transforms: in place of the class's own."""
+    state = state_of(model)
     known: dict[str, Any] = dict.fromkeys(state, True)
-    transforms = get_model_conversion_mapping(model)
+    transforms = get_model_conversion_mapping(model) if transforms is None else transforms
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
@@ -122,18 +126,25 @@ def checkpoint_recipes(model: PreTrainedModel, tensors: Mapping[str, tuple[tuple
             sources[pattern].append(original)
     for first, (converter, sources) in conversions.items():
         recipes.update(_converted(model, first, converter, sources, tensors, where))
+    return complete(model, recipes, tensors, unused, where, transforms)
+
+
+def complete(model: PreTrainedModel, recipes: dict[str, WeightExpr], tensors: Tensors, unused: list[str], where: str,
+             transforms: list[WeightTransform]) -> Parameters:
+    """Tied parameters get the recipe of the one that is there; tensors that the class ignores count as used."""
     for target, source in _ties(model).items():
         present = [n for n in (target, source) if n in recipes]
         if len(present) == 1:
             recipes[target] = recipes[source] = recipes[present[0]]
     ignored = model._keys_to_ignore_on_load_unexpected or set()
     return Parameters(
-        recipes, {name: shape for name, (shape, _) in state.items()},
-        [name for name in unused if not any(re.search(p, name) for p in ignored)], list(tensors), where,
-        type(model).__name__, transforms, sorted(model._keys_to_ignore_on_load_missing or set()))
+        recipes, {name: shape for name, (shape, _) in state_of(model).items()}, type(model).__name__, where,
+        list(tensors), [name for name in unused if not any(re.search(p, name) for p in ignored)],
+        sorted(model._keys_to_ignore_on_load_missing or set()), transforms)
 
 
-def _state(model: PreTrainedModel) -> dict[str, tuple[tuple[int, ...], DType]]:
+def state_of(model: PreTrainedModel) -> dict[str, tuple[tuple[int, ...], DType]]:
+    """Parameters and saved buffers."""
     return {name: (tuple(value.shape), dtype_of(value.dtype)) for name, value in model.state_dict().items()}
 
 
@@ -154,8 +165,8 @@ def untie(model: PreTrainedModel) -> None:
 
 
 def _converted(model: PreTrainedModel, first: str, converter: WeightConverter, sources: Mapping[str, list[str]],
-               tensors: Mapping[str, tuple[tuple[int, ...], DType]], where: str) -> dict[str, WeightExpr]:
-    """The recipes of the parameters that one conversion makes, found by tracing it on tensors without values."""
+               tensors: Tensors, where: str) -> dict[str, WeightExpr]:
+    """The recipes of the parameters that one conversion makes."""
     names = [name for group in sources.values() for name in group]
     outputs: list[str] = []
 
@@ -165,38 +176,12 @@ def _converted(model: PreTrainedModel, first: str, converter: WeightConverter, s
             for name in group:
                 converter.add_tensor(first, name, pattern, lambda name=name: given[name])
         results = converter.convert(first, model=model, config=model.config)
-        results = {name: value[0] if isinstance(value, list) else value for name, value in results.items()}
         outputs[:] = results
-        return list(results.values())
+        return [value[0] if isinstance(value, list) else value for value in results.values()]
 
-    empty = [torch.empty(tensors[n][0], device="meta", dtype=torch.float32 if tensors[n][1].is_float else torch.int64)
-             for n in names]
     try:
-        traced = make_fx(convert)(*empty)
+        recipes = traced_recipes(convert, [tensor(name, *tensors[name]) for name in names])
     except Exception as error:
         raise CheckpointMismatch(f"{where}: {first} of {type(model).__name__} cannot be made from "
                                  f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''}: {error}") from error
-    leaves = [tensor(name, *tensors[name]) for name in names]
-    return dict(zip(outputs, _recipes_of(traced.graph, leaves, names), strict=True))
-
-
-def _recipes_of(graph: torch.fx.Graph, leaves: list[WeightExpr], names: list[str]) -> list[WeightExpr]:
-    """A traced conversion as recipes, through the same conversions as the model's own operators."""
-    context = Context(GraphBuilder(fold_all=True))
-    values: dict[torch.fx.Node, Any] = {}
-    remaining = list(zip(leaves, names, strict=True))
-    for node in graph.nodes:
-        context.node = node
-        if node.op == "placeholder":
-            values[node] = context.builder.constant(*remaining.pop(0))
-        elif node.op == "output":
-            return [context.builder.constants[values[result]] for result in node.args[0]]
-        elif "getitem" in str(node.target):
-            values[node] = values[node.args[0]][node.args[1]]
-        else:
-            name = operator_name(node)
-            if name not in CONVERSIONS:
-                raise context.refuse("this operator has no conversion")
-            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
-            values[node] = CONVERSIONS[name](context, node, *args, **kwargs)
-    raise AssertionError("a traced function has an output")
+    return dict(zip(outputs, recipes, strict=True))

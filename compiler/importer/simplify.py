@@ -116,7 +116,8 @@ def _sink_permute(b: GraphBuilder, op: str, inputs: tuple[Operand, ...], attrs: 
     elif op == "slice" or op in _ALONG_ONE_DIM:
         results = emit_all(b, op, permutes[0].inputs, **{**attrs, "dim": dims[attrs["dim"]]})
     elif op.startswith("reduce_") and attrs["keepdim"]:
-        results = emit_all(b, op, permutes[0].inputs, **{**attrs, "dims": tuple(sorted(dims[d] for d in attrs["dims"]))})
+        over = tuple(sorted(dims[d] for d in attrs["dims"]))
+        results = emit_all(b, op, permutes[0].inputs, **{**attrs, "dims": over})
     elif op in _OVER_LAST_DIM and dims[-1] == rank - 1:
         results = emit_all(b, op, (permutes[0].inputs[0], *inputs[1:]), **attrs)
     elif op == "expand" and len(attrs["shape"]) == rank:
