@@ -18,7 +18,7 @@ import numpy as np
 from .devices import load_program
 from .engine_file import EngineFile
 from .errors import RequestError
-from .host import available_memory_bytes
+from .host import available_memory_bytes, return_free_memory
 from .kv_blocks import KvBlocks
 from .loop import KvCacheTooSmall, Loop
 from .loop import Sequence as Tokens
@@ -103,7 +103,9 @@ class Engine:
         file = EngineFile.open(path)
         try:
             tokens = _default_kv_cache_tokens(file) if kv_cache_tokens is None else kv_cache_tokens
-            return cls(file, load_program(file, tokens, num_workers), Tokenizer.of(file))
+            engine = cls(file, load_program(file, tokens, num_workers), Tokenizer.of(file))
+            return_free_memory()  # loading parses much JSON: what it leaves would stay for as long as the engine serves
+            return engine
         except BaseException:
             file.close()
             raise

@@ -3,6 +3,7 @@
 Every function takes `root`, the folder that holds proc/ and sys/, so that tests can describe other machines.
 """
 
+import ctypes
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,6 +63,13 @@ def available_memory_bytes(root: Path = Path("/")) -> int:
         if limit.isdigit() and used.isdigit():
             available = min(available, max(int(limit) - int(used), 0))
     return available
+
+
+def return_free_memory() -> None:
+    """Give the pages that freed memory occupies back to the system; the C library keeps them for later otherwise."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; others return memory by themselves, or not at all
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import secrets
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +66,7 @@ class SamplingParams:
         """Itself, with a seed of its own if it has none and needs one."""
         if self.seed is not None or self.is_greedy:
             return self
-        return dataclasses.replace(self, seed=secrets.randbits(64))
+        return dataclasses.replace(self, seed=int.from_bytes(os.urandom(8), "little"))
 
 
 def _require(name: str, value: object, is_right: bool, expected: str) -> None:

@@ -1,0 +1,109 @@
+"""The command line: one verb, one module, imported when it is used.
+
+A verb's module has `add_arguments(parser)` and `run(arguments) -> exit status`. Exit status: 0 done, 1 the work failed,
+2 the request was wrong, 130 interrupted.
+"""
+
+import argparse
+import importlib
+import os
+import sys
+import traceback
+from types import ModuleType
+from typing import NamedTuple
+
+from ..errors import IngotError, RequestError
+
+
+class Verb(NamedTuple):
+    module: str
+    summary: str
+
+
+VERBS = {
+    "build": Verb("ingot.compiler.cli.build", "compile a checkpoint into an engine"),
+    "generate": Verb("ingot.runtime.cli.generate", "answer one prompt, token by token"),
+    "inspect": Verb("ingot.runtime.cli.inspect", "what an engine holds and needs"),
+    "verify": Verb("ingot.runtime.cli.verify", "check every byte of an engine"),
+    "compare": Verb("ingot.compiler.cli.compare", "an engine against its checkpoint, layer by layer"),
+    "targets": Verb("ingot.compiler.cli.targets", "what engines can be built for"),
+    "doctor": Verb("ingot.runtime.cli.doctor", "what this machine can build and run"),
+}
+# Options that every verb has; they may also stand before the verb.
+COMMON_FLAGS = {"--json": "print JSON for machines", "--debug": "show where in Ingot an error arose"}
+INTERRUPTED = 130
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command; the process's exit status. For the console script."""
+    argv = sys.argv[1:] if argv is None else argv
+    debug = "--debug" in argv or bool(os.environ.get("INGOT_DEBUG"))
+    try:
+        return _dispatch(argv)
+    except IngotError as error:
+        if debug:
+            traceback.print_exc()
+        print(f"ingot: {type(error).__name__}: {error}", file=sys.stderr)
+        return error.exit_status
+    except KeyboardInterrupt:
+        print("\ningot: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read the output has enough. Python would complain once more when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _dispatch(argv: list[str]) -> int:
+    flags = []
+    while argv and argv[0] in COMMON_FLAGS:
+        flags, argv = [*flags, argv[0]], argv[1:]
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(_usage())
+        return 0 if argv else 2
+    if argv[0] == "--version":
+        print(f"ingot {_version()}")
+        return 0
+    name, *rest = argv
+    if name not in VERBS:
+        raise RequestError(f"unknown command {name!r}; the commands are: {', '.join(VERBS)}")
+    parser = argparse.ArgumentParser(f"ingot {name}", description=VERBS[name].summary, allow_abbrev=False)
+    for flag, meaning in COMMON_FLAGS.items():
+        parser.add_argument(flag, action="store_true", help=meaning)
+    module = _import(name, VERBS[name].module)
+    module.add_arguments(parser)
+    try:
+        arguments = parser.parse_args([*flags, *rest])
+    except SystemExit as exit:  # argparse has printed its message, or the help
+        return exit.code if isinstance(exit.code, int) else 2
+    status: int = module.run(arguments)
+    return status
+
+
+def _import(verb: str, module: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith(("ingot.runtime", module)):
+            raise
+        raise RequestError(
+            f"`ingot {verb}` needs the compiler, which is not installed here: no module named {error.name!r}.\n"
+            "  Install it: pip install 'ingot-llm[build]'"
+        ) from None
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("ingot-llm")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+def _usage() -> str:
+    width = max(map(len, VERBS))
+    lines = [f"  {name:<{width}}  {verb.summary}" for name, verb in VERBS.items()]
+    return "\n".join(
+        ["usage: ingot COMMAND …", "", *lines, "", "`ingot COMMAND --help` tells the options of each; all take --json."]
+    )

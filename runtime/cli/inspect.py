@@ -1,0 +1,172 @@
+"""ingot inspect ENGINE: what it holds and needs, without running it."""
+
+import argparse
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from ..devices.native_code import check_cpu
+from ..engine_file import EngineFile
+from ..engine_format import section
+from ..host import available_memory_bytes
+from ..program import EngineMismatch
+from .output import print_json, size, table
+
+_NUM_LARGEST = 12
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("engine", help="engine file")
+    view = parser.add_mutually_exclusive_group()
+    view.add_argument("--layers", action="store_true", help="launches and weights of each layer")
+    view.add_argument("--kernels", action="store_true", help="which kernel runs how often, for each number of tokens")
+    view.add_argument("--memory", action="store_true", help="arena, KV cache and the largest weights")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    with EngineFile.open(arguments.engine) as engine:
+        if arguments.layers:
+            facts, text = _layers(engine), _layers_text
+        elif arguments.kernels:
+            facts, text = _kernels(engine), _kernels_text
+        elif arguments.memory:
+            facts, text = _memory(engine), _memory_text
+        else:
+            facts, text = _summary(engine), _summary_text
+    if arguments.json:
+        print_json(facts)
+    else:
+        print(text(facts))
+    return 0
+
+
+def _summary(engine: EngineFile) -> dict[str, Any]:
+    manifest = {key: value for key, value in engine.manifest.items() if key not in ("kernels", "members")}
+    members: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    for name, member in engine.members.items():
+        members[section(name)] += 1
+        sizes[section(name)] += member.size
+    try:
+        check_cpu(engine)
+        obstacle = None
+    except EngineMismatch as error:
+        obstacle = str(error)
+    kv_token_bytes = manifest["memory"].get("kv_bytes_per_token", 0)
+    available = available_memory_bytes() - manifest["memory"].get("weights_bytes", 0)
+    return {
+        "engine": engine.path,
+        "hash": engine.hash,
+        **manifest,
+        "buckets": [bucket["tokens"] for bucket in engine.plan["buckets"]],
+        "num_kernels": len(engine.manifest["kernels"]),
+        "sections": {name: {"members": members[name], "size_bytes": sizes[name]} for name in sizes},
+        "why_not_here": obstacle,
+        "kv_tokens_that_fit_here": max(available, 0) // kv_token_bytes if kv_token_bytes else None,
+    }
+
+
+def _summary_text(facts: dict[str, Any]) -> str:
+    model, target, memory = facts["model"], facts["target"], facts["memory"]
+    here = "runs on this machine" if facts["why_not_here"] is None else "does not run on this machine"
+    rows = [
+        ("engine", facts["engine"]),
+        ("hash", facts["hash"]),
+        ("model", f"{model['name']} ({model['architecture']})"),
+        ("target", f"{target['name']}; {here}"),
+        ("precision", f"{facts['precision']}, KV cache {facts.get('kv_precision', 'as that')}"),
+        ("limits", ", ".join(f"{name} {value}" for name, value in facts["limits"].items())),
+        ("memory", ", ".join(f"{name.removesuffix('_bytes').replace('_', ' ')} {size(value)}"
+                             for name, value in memory.items() if isinstance(value, int))),
+        ("KV room", f"{facts['kv_tokens_that_fit_here']} tokens fit beside the weights in this machine's free memory"),
+        ("code", f"{facts['num_kernels']} kernels; buckets of {', '.join(map(str, facts['buckets']))} tokens"),
+        ("file", ", ".join(f"{entry['members']} × {name} {size(entry['size_bytes'])}" if entry["members"] > 1 else
+                           f"{name} {size(entry['size_bytes'])}" for name, entry in facts["sections"].items())),
+        ("built by", ", ".join([f"ingot {facts['ingot_version']}",
+                                *(f"{name} {version}" for name, version in facts["toolchain"].items())])),
+    ]
+    return table(rows)
+
+
+def _layers(engine: EngineFile) -> list[dict[str, Any]]:
+    plan = engine.plan
+    layers: dict[str, dict[str, Any]] = {}
+    for bucket in (plan["buckets"][0], plan["buckets"][-1]):
+        for launch in bucket["launches"]:
+            name = layer_of(launch.get("origin", ""))
+            layer = layers.setdefault(name, {"layer": name, "launches": {}, "weights": {}})
+            tokens = str(bucket["tokens"])
+            layer["launches"][tokens] = layer["launches"].get(tokens, 0) + 1
+            for weight in _weights_of(launch):
+                layer["weights"][weight] = {key: plan["weights"][weight][key] for key in ("label", "size")}
+    return [{**layer, "weights": list(layer["weights"].values())} for layer in layers.values()]
+
+
+def layer_of(origin: str) -> str:
+    """The layer of a launch's origin: "model.layers.3.mlp (file.py:172)" -> "model.layers.3"."""
+    path = origin.partition(" ")[0]
+    numbered = re.match(r".*?\.\d+(?=\.|$)", path)
+    return numbered[0] if numbered else path or "(none)"
+
+
+def _weights_of(launch: dict[str, Any]) -> Iterator[str]:
+    return (arg[1] for arg in launch["args"] if arg[0] == "weight")
+
+
+def _layers_text(layers: list[dict[str, Any]]) -> str:
+    buckets = list(dict.fromkeys(tokens for layer in layers for tokens in layer["launches"]))
+    rows = []
+    for layer in layers:
+        total = sum(weight["size"] for weight in layer["weights"])
+        counts = [layer["launches"].get(tokens, 0) for tokens in buckets]
+        rows.append((layer["layer"], *counts, len(layer["weights"]), size(total)))
+    launches = (f"launches, {tokens} token{'s' * (tokens != '1')}" for tokens in buckets)
+    return table(rows, ("layer", *launches, "weights", "size"))
+
+
+def _kernels(engine: EngineFile) -> list[dict[str, Any]]:
+    kernels: list[dict[str, Any]] = engine.manifest["kernels"]
+    return kernels
+
+
+def _kernels_text(kernels: list[dict[str, Any]]) -> str:
+    buckets = sorted({tokens for kernel in kernels for tokens in kernel.get("launches", {})}, key=int)
+    rows = []
+    for kernel in kernels:
+        more = (f"{key} {value}" for key, value in kernel.items() if key not in ("name", "launches"))
+        counts = (kernel.get("launches", {}).get(tokens, 0) for tokens in buckets)
+        rows.append((kernel["name"], *counts, ", ".join(more)))
+    return "Launches in a step of so many tokens:\n" + table(rows, ("kernel", *buckets, ""))
+
+
+def _memory(engine: EngineFile) -> dict[str, Any]:
+    plan = engine.plan
+    slots = Counter((slot["heads"], slot["key_dim"], slot["value_dim"], slot["dtype"]) for slot in plan["kv"])
+    return {
+        **engine.manifest["memory"],
+        "buckets": [
+            {"tokens": bucket["tokens"], "launches": len(bucket["launches"]), "arena_bytes": bucket["arena_bytes"]}
+            for bucket in plan["buckets"]
+        ],
+        "block_size": plan["block_size"],
+        "kv": [
+            {"slots": count, "heads": heads, "key_dim": key_dim, "value_dim": value_dim, "dtype": dtype}
+            for (heads, key_dim, value_dim, dtype), count in slots.items()
+        ],
+        "weights": sorted(plan["weights"].values(), key=lambda weight: -int(weight["size"])),
+    }
+
+
+def _memory_text(facts: dict[str, Any]) -> str:
+    buckets = [(entry["tokens"], entry["launches"], size(entry["arena_bytes"])) for entry in facts["buckets"]]
+    kv = [tuple(entry.values()) for entry in facts["kv"]]
+    weights = [(weight["label"], size(weight["size"])) for weight in facts["weights"][:_NUM_LARGEST]]
+    totals = [(name, size(value)) for name, value in facts.items() if name.endswith(("_bytes", "_per_token"))]
+    return "\n\n".join([
+        table(totals),
+        table(buckets, ("tokens", "launches", "arena")),
+        f"KV cache, in blocks of {facts['block_size']} tokens:\n"
+        + table(kv, ("slots", "heads", "key dim", "value dim", "type")),
+        f"The largest of {len(facts['weights'])} weights:\n" + table(weights),
+    ])
