@@ -1,8 +1,9 @@
 /* Attention over a paged KV cache, for any mixture of sequences with one new token (generation) or many (context).
  *
  * The keys and values of this step's tokens are in the cache already; only the cache is read. Work is cut into items:
- * (sequence, key/value head, tile of its new tokens, range of keys). All query heads that share a key/value head are
- * rows of the same item, so that a key is read once for all of them. An item keeps, per row, the running maximum m of
+ * (sequence, key/value heads, tile of its new tokens, range of keys). All query heads that share a key/value head are
+ * rows of the same item, so that a key is read once for all of them; with few new tokens the heads themselves share an
+ * item, so that a block of the cache is read from end to end. An item keeps, per row, the running maximum m of
  * the scores, the sum l of exp(score - m) and the weighted sum of values (online softmax, Milakov & Gimelshein 2018).
  *
  * Long contexts of few new tokens are cut into ranges of keys too (split-KV as in Flash-Decoding, Dao et al. 2023);
@@ -15,9 +16,10 @@
 #include "attention/attention_few.h"
 #include "attention/attention_many.h"
 
-/* How one sequence is cut. Tile t holds new tokens [t * tile, ..), range r keys [base + r * range, ..). */
+/* How one sequence is cut. Tile t holds new tokens [t * tile, ..), range r keys [base + r * range, ..), head block h
+ * the key/value heads [h * heads, ..). `few`: there are so few rows a head that several heads make one item. */
 typedef struct {
-    int tokens, context, tile, tiles, base, range, ranges;
+    int tokens, context, tile, tiles, base, range, ranges, few, heads, head_blocks;
 } ingot_attention_cut;
 
 INGOT_INLINE ingot_attention_cut ingot_attention_plan(const ingot_step *step, int seq, ingot_attention c) {
@@ -27,6 +29,10 @@ INGOT_INLINE ingot_attention_cut ingot_attention_plan(const ingot_step *step, in
     cut.context = step->context_len[seq];
     cut.tile = rows / group;
     cut.tiles = (cut.tokens + cut.tile - 1) / cut.tile;
+    cut.few = cut.tokens * group <= ATTENTION_FEW_ROWS;
+    cut.heads = cut.few && cut.tokens ? ATTENTION_FEW_ITEM / (cut.tokens * group) : 1;
+    cut.heads = cut.heads < c.kv_heads ? cut.heads : c.kv_heads;
+    cut.head_blocks = (c.kv_heads + cut.heads - 1) / cut.heads;
     cut.base = ingot_attention_low(cut.context - cut.tokens, c) & ~15;
     int keys = cut.context - cut.base;
     int most = cut.tokens <= ATTENTION_MAX_RANGES ? ATTENTION_MAX_RANGES / (cut.tokens ? cut.tokens : 1) : 1;
@@ -37,10 +43,13 @@ INGOT_INLINE ingot_attention_cut ingot_attention_plan(const ingot_step *step, in
     return cut;
 }
 
-/* An item of that sequence; its keys are what both its range and the view of its tokens allow, perhaps none. */
-INGOT_INLINE ingot_attention_item ingot_attention_item_of(ingot_attention_cut cut, int tile, int range,
-                                                          ingot_attention c) {
+/* Item i of that sequence; its keys are what both its range and the view of its tokens allow, perhaps none. */
+INGOT_INLINE ingot_attention_item ingot_attention_item_of(ingot_attention_cut cut, int i, ingot_attention c) {
     ingot_attention_item item;
+    int range = i % cut.ranges, tile = i / cut.ranges % cut.tiles;
+    item.head = i / (cut.ranges * cut.tiles) * cut.heads;
+    item.heads = c.kv_heads - item.head < cut.heads ? c.kv_heads - item.head : cut.heads;
+    item.context = cut.context;
     int first = tile * cut.tile, last = first + cut.tile < cut.tokens ? first + cut.tile : cut.tokens;
     item.first = first;
     item.tokens = last - first;
@@ -55,7 +64,7 @@ INGOT_INLINE ingot_attention_item ingot_attention_item_of(ingot_attention_cut cu
 
 /* Proportional to the time an item takes: for each key the work of all rows, and that of loading it. */
 INGOT_INLINE int64_t ingot_attention_cost(ingot_attention_item item, int group) {
-    return (int64_t)(item.end - item.begin + 8) * (item.tokens * group + 4);
+    return (int64_t)(item.end - item.begin + 8) * (item.tokens * group + 4) * item.heads;
 }
 
 /* args: q [T, .., q_stride], K cache, V cache, sinks [Hq] or null, scratch, out [T, .., out_stride] */
@@ -67,43 +76,33 @@ INGOT_INLINE void ingot_attention_run(const ingot_step *step, void *const *args,
     int64_t total = 0;
     for (int seq = 0; seq < step->num_seqs; seq++) {
         ingot_attention_cut cut = ingot_attention_plan(step, seq, c);
-        for (int tile = 0; tile < cut.tiles; tile++) {
-            for (int range = 0; range < cut.ranges; range++) {
-                total += c.kv_heads * ingot_attention_cost(ingot_attention_item_of(cut, tile, range, c), group);
-            }
-        }
+        int items = cut.head_blocks * cut.tiles * cut.ranges;
+        for (int i = 0; i < items; i++) total += ingot_attention_cost(ingot_attention_item_of(cut, i, c), group);
     }
     int64_t done = 0; /* an item belongs to the worker whose share of the total cost its middle lies in */
     size_t unit = 0;  /* rows of scratch that belong to earlier sequences */
     for (int seq = 0; seq < step->num_seqs; seq++) {
         ingot_attention_cut cut = ingot_attention_plan(step, seq, c);
         const int32_t *blocks = step->block_table + (size_t)seq * (size_t)step->max_blocks;
-        for (int head = 0; head < c.kv_heads; head++) {
-            for (int tile = 0; tile < cut.tiles; tile++) {
-                for (int range = 0; range < cut.ranges; range++) {
-                    ingot_attention_item item = ingot_attention_item_of(cut, tile, range, c);
-                    int64_t cost = ingot_attention_cost(item, group);
-                    int64_t owner = (2 * done + cost) * num_workers / (2 * total);
-                    done += cost;
-                    if (owner != worker) continue;
-                    int query = step->query_start[seq] + item.first;
-                    ingot_attention_rows rows = {
-                        .q = q + (ptrdiff_t)query * c.q_stride + head * group * c.key_dim,
-                        .out = out + (ptrdiff_t)query * c.out_stride + head * group * c.value_dim,
-                        .sinks = sinks ? sinks + head * group : 0,
-                    };
-                    if (cut.ranges > 1) {
-                        size_t row = unit + (size_t)range * (size_t)cut.tokens + (size_t)item.first;
-                        rows.partial = scratch + (row * (size_t)c.q_heads + (size_t)(head * group))
-                                                 * ATTENTION_PARTIAL(c.value_dim);
-                    }
-                    if (item.tokens * group <= ATTENTION_FEW_ROWS) {
-                        ingot_attention_few(args[1], args[2], blocks, head, item, rows, c, work);
-                    } else {
-                        ingot_attention_many(args[1], args[2], blocks, head, item, rows, c, work);
-                    }
-                }
+        int items = cut.head_blocks * cut.tiles * cut.ranges;
+        for (int i = 0; i < items; i++) {
+            ingot_attention_item item = ingot_attention_item_of(cut, i, c);
+            int64_t cost = ingot_attention_cost(item, group);
+            int64_t owner = (2 * done + cost) * num_workers / (2 * total);
+            done += cost;
+            if (owner != worker) continue;
+            int query = step->query_start[seq] + item.first, head = item.head * group;
+            ingot_attention_rows rows = {
+                .q = q + (ptrdiff_t)query * c.q_stride + head * c.key_dim,
+                .out = out + (ptrdiff_t)query * c.out_stride + head * c.value_dim,
+                .sinks = sinks ? sinks + head : 0,
+            };
+            if (cut.ranges > 1) {
+                size_t row = unit + (size_t)(i % cut.ranges) * (size_t)cut.tokens + (size_t)item.first;
+                rows.partial = scratch + (row * (size_t)c.q_heads + (size_t)head) * ATTENTION_PARTIAL(c.value_dim);
             }
+            if (cut.few) ingot_attention_few(args[1], args[2], blocks, item, rows, c, work);
+            else ingot_attention_many(args[1], args[2], blocks, item, rows, c, work);
         }
         if (cut.ranges > 1) unit += (size_t)cut.ranges * (size_t)cut.tokens;
     }

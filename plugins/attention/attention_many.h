@@ -79,7 +79,8 @@ INGOT_INLINE void ingot_many_softmax(float *scores, int row, int keys, int padde
     }
 }
 
-INGOT_INLINE void ingot_attention_many(const void *k_cache, const void *v_cache, const int32_t *blocks, int head,
+/* An item of one key/value head. */
+INGOT_INLINE void ingot_attention_many(const void *k_cache, const void *v_cache, const int32_t *blocks,
                                        ingot_attention_item item, ingot_attention_rows rows, ingot_attention c,
                                        float *work) {
     const int max_rows = ATTENTION_ROWS(c.q_heads, c.kv_heads, c.key_dim, c.value_dim);
@@ -112,8 +113,9 @@ INGOT_INLINE void ingot_attention_many(const void *k_cache, const void *v_cache,
     for (int start = item.begin / ATTENTION_KEYS * ATTENTION_KEYS; start < item.end; start += ATTENTION_KEYS) {
         int stop = start + ATTENTION_KEYS < item.end ? start + ATTENTION_KEYS : item.end, keys = stop - start;
         int by_rows = ATTENTION_ALIGN(keys, GEMM_ROWS);
-        ingot_many_load(k_cache, blocks, head, c.key_dim, start, item.begin, stop, start + by_rows, k_tile, k_row, c);
-        ingot_many_load(v_cache, blocks, head, c.value_dim, start, item.begin, stop, stop, v_tile, v_row, c);
+        ingot_many_load(k_cache, blocks, item.head, c.key_dim, start, item.begin, stop, start + by_rows, k_tile, k_row,
+                        c);
+        ingot_many_load(v_cache, blocks, item.head, c.value_dim, start, item.begin, stop, stop, v_tile, v_row, c);
         for (int r = 0; r < padded; r += GEMM_COLUMNS) {
             int vectors = (padded - r < GEMM_COLUMNS ? padded - r : GEMM_COLUMNS) / VF_LANES;
             for (int j = 0; j < keys; j += GEMM_ROWS) {
@@ -146,7 +148,7 @@ INGOT_INLINE void ingot_attention_many(const void *k_cache, const void *v_cache,
             }
         }
     }
-    for (int r = 0; r < count; r++) ingot_attention_finish(rows, r, sums + r * v_row, m[r], l[r], c);
+    for (int r = 0; r < count; r++) ingot_attention_finish(rows, r / group, r % group, sums + r * v_row, m[r], l[r], c);
 }
 
 #endif

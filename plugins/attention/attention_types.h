@@ -11,13 +11,14 @@ typedef struct {
     float scale, softcap;     /* softcap 0: none */
 } ingot_attention;
 
-/* New tokens first .. first + tokens - 1 of a sequence, the first at `position`, and the keys [begin, end) that at
- * least one of them may see. */
+/* New tokens first .. first + tokens - 1 of a sequence, the first at `position`; `heads` key/value heads from `head`
+ * on; and the keys [begin, end) that at least one of the tokens may see. `context`: where the sequence ends. */
 typedef struct {
-    int first, tokens, position, begin, end;
+    int first, tokens, position, head, heads, begin, end, context;
 } ingot_attention_item;
 
-/* Where the item's rows come from and go to; row r is head r % group of token r / group. */
+/* Where the item's rows come from and go to: row r is query head r % (heads * group) of token r / (heads * group),
+ * counted from the item's first. */
 typedef struct {
     const float *q, *sinks;
     float *out, *partial; /* partial: null, or [token, Hq, value_dim + 2 padded], ending with m and l */
@@ -26,11 +27,15 @@ typedef struct {
 /* At most so many ranges of keys in a sequence, none shorter than ATTENTION_MIN_RANGE (if there are two). With n new
  * tokens at most MAX / n, so that a sequence takes at most MAX rows of Hq heads in scratch. */
 #define ATTENTION_MAX_RANGES 16
-#define ATTENTION_MIN_RANGE 128
+#define ATTENTION_MIN_RANGE 64
 #define ATTENTION_PARTIAL(value_dim) (((value_dim) + 2 + 15) / 16 * 16)
 
-/* Up to here scores are dot products along the head; above, matrix products over rows in lanes. */
+/* Up to so many rows a key/value head scores are dot products along the head; above, matrix products over rows in
+ * lanes. */
 #define ATTENTION_FEW_ROWS 12
+
+/* Rows of few-row heads that make up one item: all heads of a token as a rule, as they lie together in a block. */
+#define ATTENTION_FEW_ITEM 64
 
 /* The start of a running maximum: finite, so that a row that has seen no key yet gives exp(-inf - m) = 0, not NaN. */
 #define ATTENTION_NO_PEAK -1e30f
@@ -38,7 +43,7 @@ typedef struct {
 /* Keys in a tile: a multiple of GEMM_ROWS and of 16. A tile of keys, its scores and the operands of one block of the
  * matrix products then stay in the first-level cache for usual heads. */
 #define ATTENTION_KEYS 48
-#define ATTENTION_FEW_KEYS 128
+#define ATTENTION_FEW_KEYS 64
 #define ATTENTION_ALIGN(n, a) (((n) + (a) - 1) / (a) * (a))
 
 /* Rows of an item at most: a multiple of 64, and never less than one token's heads. */
@@ -46,11 +51,12 @@ typedef struct {
 #define ATTENTION_ROWS(hq, hkv, dk, dv) \
     ((hq) / (hkv) > ATTENTION_BASE_ROWS(dk, dv) ? ATTENTION_ALIGN((hq) / (hkv), 64) : ATTENTION_BASE_ROWS(dk, dv))
 
-/* Working memory of one worker in floats, on its stack: queries, scores, keys, values, sums, and four numbers a row. */
-#define ATTENTION_WORK(hq, hkv, dk, dv)                                                                              \
-    (ATTENTION_ROWS(hq, hkv, dk, dv) * ATTENTION_ALIGN(dk, 16)                                                       \
-     + ATTENTION_KEYS * (ATTENTION_ROWS(hq, hkv, dk, dv) + 16)                                                       \
-     + ATTENTION_KEYS * (ATTENTION_ALIGN(dk, 16) + ATTENTION_ALIGN(dv, 16))                                          \
+/* Working memory of one worker in floats, on its stack: queries, scores, keys, values, sums, and five numbers a row.
+ * Items of few rows, with ATTENTION_FEW_ITEM queries, scores and sums, need less. */
+#define ATTENTION_WORK(hq, hkv, dk, dv)                                  \
+    (ATTENTION_ROWS(hq, hkv, dk, dv) * ATTENTION_ALIGN(dk, 16)           \
+     + ATTENTION_KEYS * (ATTENTION_ROWS(hq, hkv, dk, dv) + 16)           \
+     + ATTENTION_KEYS * (ATTENTION_ALIGN(dk, 16) + ATTENTION_ALIGN(dv, 16)) \
      + (ATTENTION_ROWS(hq, hkv, dk, dv) + 16) * (ATTENTION_ALIGN(dv, 16) + 5))
 
 /* The first key position that a token may see. */
@@ -61,10 +67,9 @@ INGOT_INLINE int ingot_attention_low(int position, ingot_attention c) {
     return low;
 }
 
-/* Row r is done: sum is unscaled and padded to vectors. */
-INGOT_INLINE void ingot_attention_finish(ingot_attention_rows rows, int r, const float *sum, float m, float l,
-                                         ingot_attention c) {
-    int group = c.q_heads / c.kv_heads, token = r / group, head = r % group;
+/* Query head `head` of token `token`, counted from the item's first, is done: sum is unscaled. */
+INGOT_INLINE void ingot_attention_finish(ingot_attention_rows rows, int token, int head, const float *sum, float m,
+                                         float l, ingot_attention c) {
     if (rows.partial) {
         float *to = rows.partial + (ptrdiff_t)(token * c.q_heads + head) * ATTENTION_PARTIAL(c.value_dim);
         for (int d = 0; d < c.value_dim; d++) to[d] = sum[d];
