@@ -9,7 +9,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self, overload
 
@@ -158,17 +159,36 @@ class Engine:
     def iter_logits(self, token_ids: Sequence[int]) -> Iterator[Float32Array]:
         """As `logits`, but a few rows at a time, each array valid until the next one is asked for."""
         tokens = self._checked_ids(token_ids)
-        blocks = self._blocks.allocate(self._blocks.needed(len(tokens)))
-        if blocks is None:
-            raise KvCacheTooSmall(f"{len(tokens)} tokens need {self._blocks.needed(len(tokens))} KV blocks; "
-                                  f"{self._blocks.num_free} are free. Raise kv_cache_tokens.")
         count = min(self.limits.max_batch_size, self.limits.max_num_tokens)
-        try:
+        with self._borrowed_blocks(len(tokens)) as blocks:
             for begin in range(0, len(tokens), count):
                 chunk = tokens[begin : begin + count]
                 self.program.inputs.clear()
                 self.program.inputs.add(chunk, begin, blocks, len(chunk))
                 yield self.program.step()
+
+    def trace(self, token_ids: Sequence[int], values: Collection[str]) -> dict[str, np.ndarray]:
+        """Values of the plan by name, in the order in which one step over all the tokens computes them.
+
+        The logits, and what is computed for them only, are those of the last max_batch_size tokens.
+        """
+        tokens = self._checked_ids(token_ids)
+        if len(tokens) > self.limits.max_num_tokens:
+            raise PromptError(f"{len(tokens)} tokens; a step of this engine takes {self.limits.max_num_tokens} at most")
+        with self._borrowed_blocks(len(tokens)) as blocks:
+            self.program.inputs.clear()
+            self.program.inputs.add(tokens, 0, blocks, min(len(tokens), self.limits.max_batch_size))
+            return self.program.trace(values)
+
+    @contextmanager
+    def _borrowed_blocks(self, num_tokens: int) -> Iterator[list[int]]:
+        needed = self._blocks.needed(num_tokens)
+        blocks = self._blocks.allocate(needed)
+        if blocks is None:
+            raise KvCacheTooSmall(f"{num_tokens} tokens need {needed} KV blocks; {self._blocks.num_free} of "
+                                  f"{self._blocks.num_blocks} are free.\n  Raise kv_cache_tokens.")
+        try:
+            yield blocks
         finally:
             self._blocks.release(blocks)
 

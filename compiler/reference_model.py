@@ -1,0 +1,79 @@
+"""The checkpoint in Hugging Face's own implementation: float32 on the CPU, what engines are held against."""
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ingot.runtime.errors import RequestError
+from ingot.runtime.host import available_cores
+
+from .checkpoint.open import open_checkpoint
+
+if TYPE_CHECKING:
+    import torch
+
+
+class ReferenceModel:
+    """Loaded once; every method runs it without gradients, with eager attention."""
+
+    def __init__(self, source: str) -> None:
+        """source: as `ingot build` takes it. Raises CheckpointError, WorkFailed."""
+        import torch
+        import transformers
+
+        # Progress bars and hints of a library that the user did not call.
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        path = open_checkpoint(source).path
+        folder, options = (path.parent, {"gguf_file": path.name}) if path.is_file() else (path, {})
+        torch.set_num_threads(available_cores())
+        self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True, **options
+        ).eval()
+
+    def logits(self, token_ids: Sequence[int]) -> np.ndarray:
+        """[T, vocab_size] f32."""
+        return self.traced(token_ids, ())[0]
+
+    def traced(self, token_ids: Sequence[int], modules: Collection[str]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """The logits, and what the named modules give: the first output of each, as f32."""
+        import torch
+
+        found: dict[str, np.ndarray] = {}
+
+        def keep(name: str) -> Any:
+            def hook(module: torch.nn.Module, inputs: object, output: Any) -> None:
+                found[name] = (output[0] if isinstance(output, tuple) else output).float().numpy().copy()
+            return hook
+
+        with ExitStack() as stack, torch.inference_mode():
+            for name in modules:
+                stack.enter_context(self._module(name).register_forward_hook(keep(name)))
+            logits = self.model(torch.tensor([list(token_ids)]), use_cache=False).logits
+        return logits[0].float().numpy(), found
+
+    def greedy(self, token_ids: Sequence[int], num_tokens: int) -> Iterator[tuple[int, float]]:
+        """The most probable token, again and again, and by how much its logit is above the second best."""
+        import torch
+
+        tokens, cache = list(token_ids), None
+        with torch.inference_mode():
+            for _ in range(num_tokens):
+                # A model that returns no cache computes everything again.
+                ids = torch.tensor([tokens if cache is None else tokens[-1:]])
+                output = self.model(ids, cache=cache, use_cache=True)
+                best = output.logits[0, -1].float().topk(2)
+                cache = output.get("cache")
+                tokens.append(int(best.indices[0]))
+                yield tokens[-1], float(best.values[0] - best.values[1])
+
+    def _module(self, name: str) -> torch.nn.Module:
+        try:
+            module: torch.nn.Module = self.model.get_submodule(name)
+        except AttributeError:
+            raise RequestError(f"the checkpoint has no module {name}, which the engine was traced at; "
+                               "is it the one that the engine was built from?") from None
+        return module
