@@ -13,7 +13,7 @@ from ingot.plugins.rope import cpu as rope_cpu
 from ingot.plugins.scheme import SCHEMES
 
 from ..ir.graph import Node
-from ..loops import c_emit
+from ..fusion import c_emit
 from ..plan.plan import NULL, Arg
 from .lower import Lowering
 from .weights import Packing

@@ -1,7 +1,7 @@
 """The operator registry with all operators loaded."""
 from __future__ import annotations
 
-from ..loops import reference as ops_loop
+from ..fusion import reference as ops_loop
 from . import ops_attention, ops_elementwise, ops_fused, ops_linear, ops_reduce, ops_view
 from .op import OPS
 

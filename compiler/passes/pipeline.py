@@ -9,7 +9,7 @@ from ..ir.dump import dump
 from ..ir.graph import Graph
 from ..ir.types import DType
 from ..ir.verify import verify
-from ..loops.fuse import fuse_loops
+from ..fusion.fuse import fuse_loops
 from ..precision import Precision
 from .assign_precision import assign_precision
 from .fold_constants import fold_constants

@@ -1,12 +1,22 @@
 """Which operands kernels read in place although they are column ranges of wider rows."""
 from __future__ import annotations
 
+from ingot.plugins.scheme import SCHEMES
+
 from ..ir.graph import Node
+from ..ir.types import TensorType
 
-_STRIDED = {"rope_kv_write": (0, 1, 2), "kv_write": (0, 1), "attention": (0,), "rms_norm": (0,), "quantize": (0,),
-            "layer_norm": (0,)}
+_BY_TOKEN = {"rope_kv_write": (0, 1, 2), "kv_write": (0, 1), "attention": (0,), "rope": (0,), "rms_norm": (0,),
+             "layer_norm": (0,)}
+"""Values [T, …]: whatever lies inside a token's row, the rows of tokens may be further apart than they are long."""
+
+_BY_ROW = {"quantize": (0,), "linear": (0,)}
+"""Values [T, K]: kernels that know no rows within those of tokens."""
 
 
-def accepts_strided(node: Node, operand: int) -> bool:
-    """A value [T, …] whose rows lie further apart than they are long."""
-    return operand in _STRIDED.get(node.op, ())
+def accepts_strided(node: Node, operand: int, type_: TensorType) -> bool:
+    if operand in _BY_ROW.get(node.op, ()):
+        # An integer matrix takes its input as `quantize` writes it.
+        floats = node.op == "quantize" or not SCHEMES[node.attrs.get("scheme", "fp32")].is_integer
+        return floats and sum(dim != 1 for dim in type_.shape) <= 2
+    return operand in _BY_TOKEN.get(node.op, ())

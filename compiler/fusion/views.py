@@ -9,6 +9,10 @@ from .expr import ZERO, Expr, Extents, add, const, floor_div, mod, times
 Index = tuple[Expr, ...]
 
 
+class UnknownIndex(Exception):
+    """A view whose index no expression describes: it would divide by the number of tokens."""
+
+
 def broadcast_index(at: Index, shape: Sequence[Dim]) -> Index:
     """For an operand of that shape, broadcast to the rank of `at`."""
     at = at[len(at) - len(shape):]
@@ -76,5 +80,6 @@ def _smaller(a: Sequence[Dim], b: Sequence[Dim]) -> bool:
 
 
 def _number(dim: Dim) -> int:
-    assert isinstance(dim, int), f"the symbolic extent {dim} is not the outermost of its group"
+    if not isinstance(dim, int):
+        raise UnknownIndex(f"a reshape that takes {dim}, the tokens of a step, apart")
     return dim
