@@ -1,6 +1,8 @@
 /* The inner block of float32 matrix products: a few rows of the result in registers while k runs. */
 #ifndef INGOT_GEMM_H
 #define INGOT_GEMM_H
+#include <stddef.h>
+
 #include "simd.h"
 
 /* Rows and vectors of a block: as many accumulators as leave registers for the operands. */

@@ -7,23 +7,23 @@
 
 /* Sum of (x - shift)^power over n elements; power: 1 or 2, a literal. */
 INGOT_INLINE float ingot_row_moment(const float *x, int n, float shift, int power) {
-    vf sum[4], mean = vf_set1(shift);
+    vf sum[4], mean = vf_set1(shift), one = vf_set1(1.0f);
     sum[0] = sum[1] = sum[2] = sum[3] = vf_zero();
     int i = 0;
     for (; i + 4 * VF_LANES <= n; i += 4 * VF_LANES) {
         INGOT_UNROLL
         for (int v = 0; v < 4; v++) {
             vf d = vf_load(x + i + v * VF_LANES) - mean;
-            sum[v] = power == 1 ? sum[v] + d : vf_fma(d, d, sum[v]);
+            sum[v] = vf_fma(d, power == 1 ? one : d, sum[v]);
         }
     }
     for (; i + VF_LANES <= n; i += VF_LANES) {
         vf d = vf_load(x + i) - mean;
-        sum[0] = power == 1 ? sum[0] + d : vf_fma(d, d, sum[0]);
+        sum[0] = vf_fma(d, power == 1 ? one : d, sum[0]);
     }
     if (i < n) {
         vf d = vf_keep_first(vf_load_first(x + i, n - i) - mean, n - i, 0.0f);
-        sum[1] = power == 1 ? sum[1] + d : vf_fma(d, d, sum[1]);
+        sum[1] = vf_fma(d, power == 1 ? one : d, sum[1]);
     }
     return vf_hsum((sum[0] + sum[1]) + (sum[2] + sum[3]));
 }

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from ingot.compiler.cpu.isa import ISAS, host_isas
-from ingot.compiler.cpu.toolchain import compile_shared
+from ingot.compiler.cpu.toolchain import Compiler, compile_shared
 from ingot.plugins.kernel import INCLUDE_DIR, CpuKernel, translation_unit
 
 HOST_ISAS = [isa.name for isa in host_isas() if isa.name != "x86-64-v4-vnni"]
@@ -63,9 +63,9 @@ class Step:
 class Library:
     """The kernels, compiled for one instruction set into one shared object."""
 
-    def __init__(self, kernels: Iterable[CpuKernel], isa: str, folder: Path) -> None:
-        path = folder / f"{isa}.so"
-        compile_shared({"kernels.c": translation_unit(kernels)}, ISAS[isa], [INCLUDE_DIR], path)
+    def __init__(self, kernels: Iterable[CpuKernel], isa: str, folder: Path, compiler: Compiler = "zig") -> None:
+        path = folder / f"{isa}-{compiler}.so"
+        compile_shared({"kernels.c": translation_unit(kernels)}, ISAS[isa], [INCLUDE_DIR], path, compiler)
         self._library = ctypes.CDLL(str(path))
 
     def run(self, kernel: CpuKernel, step: Step, *args: np.ndarray | None, workers: int = 1) -> None:
