@@ -127,8 +127,9 @@ class Engine:
         self.close()
 
     @overload
-    def generate(self, prompts: str | Sequence[int] | Sequence[Message],
-                 params: SamplingParams = ...) -> Generation: ...
+    def generate(  # type: ignore[overload-overlap]  # a str is a sequence of str too
+        self, prompts: str | Sequence[int] | Sequence[Message], params: SamplingParams = ...
+    ) -> Generation: ...
 
     @overload
     def generate(self, prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Sequence[Message]],

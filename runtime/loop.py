@@ -42,6 +42,10 @@ class Sequence:
     def num_pending(self) -> int:
         return len(self.tokens) - self.num_computed
 
+    @property
+    def generates(self) -> bool:
+        return self.num_pending == 1 and self.num_computed > 0
+
 
 class Loop:
     """Waiting and running sequences, over a pool of blocks that other loops may use too."""
@@ -74,7 +78,7 @@ class Loop:
         self._admit()
         room = self._max_num_tokens
         step = []
-        for sequence in sorted(self._running, key=lambda sequence: sequence.num_pending > 1):
+        for sequence in sorted(self._running, key=lambda sequence: not sequence.generates):
             count = min(sequence.num_pending, room)
             if count:
                 step.append((sequence, count))

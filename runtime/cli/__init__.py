@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _dispatch(argv: list[str]) -> int:
-    flags = []
+    flags: list[str] = []
     while argv and argv[0] in COMMON_FLAGS:
         flags, argv = [*flags, argv[0]], argv[1:]
     if not argv or argv[0] in ("-h", "--help", "help"):

@@ -3,7 +3,7 @@
 import argparse
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..devices.native_code import check_cpu
@@ -25,15 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    view = next((name for name in VIEWS if getattr(arguments, name, False)), "summary")
+    collect, text = VIEWS[view]
     with EngineFile.open(arguments.engine) as engine:
-        if arguments.layers:
-            facts, text = _layers(engine), _layers_text
-        elif arguments.kernels:
-            facts, text = _kernels(engine), _kernels_text
-        elif arguments.memory:
-            facts, text = _memory(engine), _memory_text
-        else:
-            facts, text = _summary(engine), _summary_text
+        facts = collect(engine)
     if arguments.json:
         print_json(facts)
     else:
@@ -170,3 +165,12 @@ def _memory_text(facts: dict[str, Any]) -> str:
         + table(kv, ("slots", "heads", "key dim", "value dim", "type")),
         f"The largest of {len(facts['weights'])} weights:\n" + table(weights),
     ])
+
+
+# View -> what it tells, and how that is put for people.
+VIEWS: dict[str, tuple[Callable[[EngineFile], Any], Callable[[Any], str]]] = {
+    "summary": (_summary, _summary_text),
+    "layers": (_layers, _layers_text),
+    "kernels": (_kernels, _kernels_text),
+    "memory": (_memory, _memory_text),
+}

@@ -66,11 +66,11 @@ def kv_slots(plan: dict[str, Any]) -> list[KvSlot]:
     slots = []
     for index, entry in enumerate(_field(plan, "kv", list, "plan")):
         where = f"plan.kv[{index}]"
-        sizes = [_count(entry, key, where) for key in ("heads", "key_dim", "value_dim")]
+        heads, key_dim, value_dim = (_count(entry, key, where) for key in ("heads", "key_dim", "value_dim"))
         dtype = _field(entry, "dtype", str, where)
         if dtype not in DTYPES:
             raise EngineFormatError(f"{where}: element type {dtype!r} is unknown; expected one of {', '.join(DTYPES)}")
-        slots.append(KvSlot(_field(entry, "slot", int, where), *sizes, dtype))
+        slots.append(KvSlot(_field(entry, "slot", int, where), heads, key_dim, value_dim, dtype))
     return slots
 
 

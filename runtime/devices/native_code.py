@@ -101,13 +101,13 @@ class NativeCode:
 
     def close(self) -> None:
         """Unloads the library: nothing of it may run, and no address of it be used, from now on."""
-        if self._library is not None:
+        if self._fd >= 0:
             _ctypes.dlclose(self._library._handle)
-            self._library = None
             os.close(self._fd)
+            self._fd = -1
 
 
-def _load(engine: EngineFile) -> tuple[int, ctypes.CDLL | None]:
+def _load(engine: EngineFile) -> tuple[int, ctypes.CDLL]:
     """The library, loaded from a file in memory, and the descriptor of that file.
 
     The descriptor stays open as long as the library is loaded: the loader takes two libraries of equal path for one,

@@ -1,0 +1,238 @@
+"""The cpu device on the mock engine: results, isolation of steps, refusals, no allocation."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ingot.runtime.devices import load_program
+from ingot.runtime.devices.cpu import CpuProgram
+from ingot.runtime.engine_file import EngineFile
+from ingot.runtime.engine_format import EngineFormatError
+from ingot.runtime.errors import IngotError, RequestError
+from ingot.runtime.program import EngineMismatch
+from tests.runtime.mock_engine import DIM, manifest, reference_logits, reference_means, write_engine
+
+TOKENS = [7, 200, 13, 13, 91, 0, 255, 30, 31, 32, 33]
+
+
+def load(path: Path, kv_cache_tokens: int = 64, num_workers: int = 2) -> CpuProgram:
+    program = load_program(EngineFile.open(path), kv_cache_tokens, num_workers)
+    assert isinstance(program, CpuProgram)
+    return program
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 5])
+def test_context_in_chunks_and_two_sequences(mock_path: Path, num_workers: int) -> None:
+    program = load(mock_path, num_workers=num_workers)
+    assert (program.num_blocks, program.block_size, program.vocab_size) == (16, 4, 258)
+    inputs = program.inputs
+    other = TOKENS[::-1]
+    # Blocks out of order; chunks of 3, 5, 3 tokens beside one token of the other sequence at a time.
+    blocks, other_blocks = [9, 2, 14], [0, 15, 1]
+    begin = 0
+    for step, count in enumerate((3, 5, 3)):
+        inputs.clear()
+        inputs.add(TOKENS[begin : begin + count], begin, blocks, 2)
+        inputs.add(other[step : step + 1], step, other_blocks, 1)
+        logits = program.step()
+        assert logits.shape == (3, 258)
+        begin += count
+        np.testing.assert_allclose(logits[:2], reference_logits(TOKENS)[begin - 2 : begin], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(logits[2], reference_logits(other)[step], rtol=1e-4, atol=1e-5)
+    program.close()
+
+
+def test_the_smallest_bucket_that_fits_runs(mock_code: bytes, tmp_path: Path) -> None:
+    def mark(plan: dict[str, Any]) -> None:
+        # Only the bucket of 4 tokens computes logits; those of others stay as they are, zero.
+        for index in (0, 2):
+            plan["buckets"][index]["launches"].pop()
+
+    program = load(write_engine(tmp_path / "x.engine", mock_code, edit_plan=mark))
+    computed = []
+    for count in range(1, 7):
+        program.inputs.clear()
+        program.inputs.add(TOKENS[:count], 0, [0, 1], 1)
+        computed.append(bool(program.step().any()))
+    assert computed == [False, True, True, True, False, False]
+    program.close()
+
+
+def test_trace_gives_values_and_leaves_the_same_logits(mock_path: Path) -> None:
+    program = load(mock_path)
+    program.inputs.add(TOKENS, 0, [3, 4, 5], 2)
+    logits = program.step().copy()
+    values = program.trace({"x", "y", "logits", "no such value"})
+    assert list(values) == ["x", "y", "logits"]
+    assert values["x"].shape == (1, len(TOKENS), DIM)
+    np.testing.assert_allclose(values["y"], reference_means(TOKENS), rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(values["logits"], logits)
+    program.close()
+
+
+def test_two_engines_side_by_side(mock_path: Path, mock_code: bytes, tmp_path: Path) -> None:
+    """The loader takes libraries of one path for one library; each engine must have code of its own."""
+    def swap(plan: dict[str, Any]) -> None:
+        plan["buckets"][0]["launches"][3]["args"][1] = ["weight", "table"]
+
+    first, second = load(mock_path), load(write_engine(tmp_path / "x.engine", mock_code, edit_plan=swap))
+    for program in (first, second):
+        program.inputs.add(TOKENS[:1], 0, [0], 1)
+    expected = first.step().copy()
+    second.close()
+    np.testing.assert_array_equal(first.step(), expected)
+    first.close()
+    first.close()  # as often as one likes
+
+
+def test_close_ends_the_threads(mock_path: Path) -> None:
+    before = len(os.listdir("/proc/self/task"))
+    program = load(mock_path, num_workers=4)
+    assert len(os.listdir("/proc/self/task")) == before + 3
+    program.close()
+    assert len(os.listdir("/proc/self/task")) == before
+
+
+def _set(*path: Any) -> Callable[[dict[str, Any]], None]:
+    """Set plan[path[0]][path[1]]… to the last of `path`."""
+    def edit(plan: dict[str, Any]) -> None:
+        *keys, last, value = path
+        target: Any = plan
+        for key in keys:
+            target = target[key]
+        target[last] = value
+    return edit
+
+
+_ARG = ("buckets", 1, "launches", 0, "args", 1)
+
+
+@pytest.mark.parametrize(("edit", "message"), [
+    (_set("version", 2), "plan version 2"),
+    (_set("kv", 0, "dtype", "f8"), "f8"),
+    (_set("kv", 0, "heads", 0), "heads: expected at least 1, got 0"),
+    (_set("kv", {}), "kv: expected list"),
+    (_set("weights", "table", "size", 1), "expected 1"),
+    (_set("weights", "table", "blob", "a" * 64), "no member"),
+    (_set("buckets", []), "buckets"),
+    (_set("buckets", 2, "tokens", 15), "up to 16"),
+    (_set("buckets", 1, "launches", 0, "kernel", "nothing"), "no kernel nothing"),
+    (_set("buckets", 1, "outputs", {}), "logits: expected dict"),
+    (_set("buckets", 1, "outputs", "logits", "offset", 1 << 20), "do not fit the arena"),
+    (_set("buckets", 1, "outputs", "logits", "dtype", "f16"), "'f16'"),
+    (_set(*_ARG, ["arena", 1 << 20]), "outside"),
+    (_set(*_ARG, ["arena", -64]), "outside"),
+    (_set(*_ARG, ["weight", "other"]), "'other'"),
+    (_set(*_ARG, ["weight", "table", 1 << 20]), "outside"),
+    (_set(*_ARG, ["kv", 1, "k"]), "points to nothing"),
+    (_set(*_ARG, ["kv", 0, "q"]), "points to nothing"),
+    (_set(*_ARG, ["input", "num_tokens"]), "inputs are"),
+    (_set(*_ARG, ["elsewhere"]), "expected arena"),
+    (_set(*_ARG, []), "points to nothing"),
+])  # fmt: skip
+def test_a_wrong_plan_is_refused(mock_code: bytes, tmp_path: Path, edit: Any, message: str) -> None:
+    path = write_engine(tmp_path / "wrong.engine", mock_code, edit_plan=edit)
+    threads = len(os.listdir("/proc/self/task"))
+    with pytest.raises((EngineFormatError, EngineMismatch), match=message) as caught:
+        load(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert len(os.listdir("/proc/self/task")) == threads
+
+
+def test_engine_for_another_cpu(mock_code: bytes, tmp_path: Path) -> None:
+    target = {**manifest()["target"], "name": "cpu:x86-64-v9", "features": ["fma", "warp_drive"]}
+    path = write_engine(tmp_path / "v9.engine", mock_code, target=target)
+    with pytest.raises(EngineMismatch, match=r"lacks (fma, )?warp_drive.*\n.*ingot build mock --target cpu") as caught:
+        load(path)
+    assert caught.value.exit_status == 2
+    target = {**target, "machine": "mips", "features": []}
+    with pytest.raises(EngineMismatch, match="needs a mips machine"):
+        load(write_engine(tmp_path / "mips.engine", mock_code, target=target))
+    del target["machine"]
+    with pytest.raises(EngineFormatError, match="machine"):
+        load(write_engine(tmp_path / "none.engine", mock_code, target=target))
+
+
+def test_engine_for_another_device(mock_code: bytes, tmp_path: Path) -> None:
+    target = {**manifest()["target"], "name": "h200"}
+    with pytest.raises(EngineMismatch, match="built for h200"):
+        load(write_engine(tmp_path / "x.engine", mock_code, target=target))
+
+
+def test_code_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(IngotError, match=r"cannot load code/model\.so"):
+        load(write_engine(tmp_path / "x.engine", b"\x7fELF" + bytes(60)))
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"num_workers": 0}, "num_workers is 0"),
+    ({"num_workers": 5000}, "num_workers is 5000"),
+    ({"kv_cache_tokens": 0}, "kv_cache_tokens is 0"),
+    ({"kv_cache_tokens": 1 << 50}, "no memory for a KV cache"),
+])  # fmt: skip
+def test_wrong_arguments(mock_path: Path, arguments: dict[str, int], message: str) -> None:
+    with pytest.raises(IngotError, match=message) as caught:
+        load(mock_path, **arguments)
+    assert isinstance(caught.value, RequestError) or "memory" in message
+
+
+_COUNTER = """
+#define _GNU_SOURCE
+#include <stddef.h>
+#include <stdatomic.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+void *__libc_malloc(size_t); void *__libc_calloc(size_t, size_t); void *__libc_realloc(void *, size_t);
+void *__libc_memalign(size_t, size_t);
+static atomic_long count;
+long num_allocations(void) { return count; }
+void *malloc(size_t n) { count++; return __libc_malloc(n); }
+void *calloc(size_t n, size_t m) { count++; return __libc_calloc(n, m); }
+void *realloc(void *p, size_t n) { count++; return __libc_realloc(p, n); }
+void *aligned_alloc(size_t a, size_t n) { count++; return __libc_memalign(a, n); }
+int posix_memalign(void **p, size_t a, size_t n) { count++; *p = __libc_memalign(a, n); return *p ? 0 : 12; }
+void *mmap(void *p, size_t n, int prot, int flags, int fd, off_t offset) {
+    count++;
+    return (void *)syscall(SYS_mmap, p, n, prot, flags, fd, offset);
+}
+"""
+
+_COUNTED_STEPS = """
+import ctypes, sys
+from ingot.runtime.devices import load_program
+from ingot.runtime.engine_file import EngineFile
+counter = ctypes.CDLL(None).num_allocations
+program = load_program(EngineFile.open(sys.argv[1]), 256, 2)
+inputs, blocks = program.inputs, list(range(10))
+counts = []
+for position in range(24):
+    before = counter()
+    inputs.clear()
+    inputs.add([position], position, blocks, 1)
+    program.step()
+    counts.append(counter() - before)
+print(*counts)
+before = counter()
+ctypes.create_string_buffer(100000)
+print(counter() - before)
+"""
+
+
+def test_no_allocation_in_any_step_after_the_first(mock_path: Path, tmp_path: Path) -> None:
+    """Counted in the C library, so that Python's, numpy's and the kernels' allocations all show."""
+    source, library = tmp_path / "counter.c", tmp_path / "counter.so"
+    source.write_text(_COUNTER)
+    compiler = [sys.executable, "-m", "ziglang", "cc"]
+    subprocess.run([*compiler, "-O1", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    done = subprocess.run([sys.executable, "-c", _COUNTED_STEPS, str(mock_path)], check=True, capture_output=True,
+                          text=True, env={**os.environ, "LD_PRELOAD": str(library)})
+    counts, control = done.stdout.splitlines()
+    assert int(control) > 0, "the counter does not count"
+    assert [int(count) for count in counts.split()][1:] == [0] * 23
