@@ -7,21 +7,16 @@
 #include "tile_float.h"
 #include "tile_integer.h"
 
+/* The largest tiles: what its accumulators leave of the registers holds weights and activations. */
 #if VF_LANES == 16
-#define INGOT_INTEGER_ROWS 16
-#define INGOT_FLOAT_ROWS 8
-#define INGOT_FLOAT_PANELS 2
+#define INGOT_ROWS 8
+#define INGOT_PANELS 2
 #else
-#define INGOT_INTEGER_ROWS 4
-#define INGOT_FLOAT_ROWS 4
-#define INGOT_FLOAT_PANELS 1
+#define INGOT_ROWS 4
+#define INGOT_PANELS 1
 #endif
-/* A single token gives a panel one chain of additions; several panels at a time keep the adders busy. */
-#define INGOT_FLOAT_VECTOR_PANELS 4
 /* Channels of K whose weights (two panels of fp32: 64 KiB) and activations stay in the second-level cache. */
 #define INGOT_FLOAT_K_STEP 512
-
-#define INGOT_AT_MOST_8(rows) ((rows) < 8 ? (rows) : 8)
 
 /* `tile` with at most max_rows tokens and `width` panels; `block_rows` tokens are taken through all panels together. */
 INGOT_INLINE void ingot_linear(ingot_tile tile, const int max_rows, const int width, const int k_step,

@@ -20,11 +20,14 @@
 #define INGOT_PANEL 16
 /* Vectors that the output channels of a panel take. */
 #define INGOT_PARTS (INGOT_PANEL / VF_LANES)
-/* The most tokens and panels that a tile holds in registers. */
-#define INGOT_MAX_TILE_ROWS 16
-#define INGOT_MAX_TILE_PANELS 4
-/* How far ahead of its use a weight is fetched. */
-#define INGOT_AHEAD_BYTES 2048
+/* The most tokens and panels that a tile has. */
+#define INGOT_TILE_ROWS 8
+#define INGOT_TILE_PANELS 2
+
+/* Loops over the vectors of a tile: row r, panel p, part h. */
+#define INGOT_FOR_PARTS(panels) \
+    INGOT_UNROLL for (int p = 0; p < (panels); p++) INGOT_UNROLL for (int h = 0; h < INGOT_PARTS; h++)
+#define INGOT_FOR_TILE(rows, panels) INGOT_UNROLL for (int r = 0; r < (rows); r++) INGOT_FOR_PARTS(panels)
 
 /* y[row, :] = x[row, :] w^T (+ bias) (+ residual[row, :]) for rows of one matrix.
  * index: the rows that count, where they are not 0, 1, 2, ...; row i then reads x at index[i] / share. */
@@ -40,9 +43,15 @@ typedef struct ingot_matmul {
     int n, k;
 } ingot_matmul;
 
-/* Computes `rows` tokens x `panels` panels x channels [k_begin, k_end) of K. All four are constants except where rows
- * and panels begin. */
+/* Computes `rows` tokens from `row` on x `panels` panels from `panel` on x channels [k_begin, k_end) of K; rows and
+ * panels are constants. Only kernels in floats are given K in pieces. */
 typedef void (*ingot_tile)(const ingot_matmul *job, int rows, int panels, int k_begin, int k_end, int row, int panel);
+
+/* Fetches the line that is `ahead` bytes behind `from` in the order of reading: `left` bytes from `from` on the panel
+ * ends, and as `panels` of them are read side by side, the next to read follows behind those. */
+INGOT_INLINE void ingot_fetch(const void *from, size_t ahead, size_t left, const int panels, size_t panel_bytes) {
+    __builtin_prefetch((const uint8_t *)from + ahead + (ahead < left ? 0 : (size_t)(panels - 1) * panel_bytes));
+}
 
 INGOT_INLINE const uint8_t *ingot_row(const ingot_matmul *job, int row) {
     return job->x + (size_t)(job->index ? job->index[row] / job->share : row) * job->x_stride;
@@ -93,8 +102,7 @@ INGOT_INLINE void ingot_rows_of_panels(ingot_tile tile, const ingot_matmul *job,
         const int k_end = k_step < job->k - k ? k + k_step : job->k;
         for (int row = begin; row < end;) {
             const int left = end - row;
-            if (max_rows >= 16 && left >= 16) { tile(job, 16, panels, k, k_end, row, panel); row += 16; }
-            else if (max_rows >= 8 && left >= 8) { tile(job, 8, panels, k, k_end, row, panel); row += 8; }
+            if (max_rows >= 8 && left >= 8) { tile(job, 8, panels, k, k_end, row, panel); row += 8; }
             else if (max_rows >= 4 && left >= 4) { tile(job, 4, panels, k, k_end, row, panel); row += 4; }
             else if (max_rows >= 2 && left >= 2) { tile(job, 2, panels, k, k_end, row, panel); row += 2; }
             else { tile(job, 1, panels, k, k_end, row, panel); row += 1; }

@@ -3,23 +3,22 @@
 #define INGOT_TILE_FLOAT_H
 #include "panel.h"
 
-typedef vf ingot_float_sums[INGOT_MAX_TILE_ROWS][INGOT_MAX_TILE_PANELS][INGOT_PARTS];
+typedef vf ingot_sums[INGOT_TILE_ROWS][INGOT_TILE_PANELS][INGOT_PARTS];
+typedef vf ingot_weights[INGOT_TILE_PANELS][INGOT_PARTS];
+
+/* How far ahead of its use a weight is fetched. */
+#define INGOT_FLOAT_AHEAD 4096
 
 /* K is cut into pieces for the cache's sake; y holds the sums in between. */
-#define INGOT_FOR_SUMS(rows, panels) \
-    INGOT_UNROLL for (int r = 0; r < (rows); r++) \
-    INGOT_UNROLL for (int p = 0; p < (panels); p++) \
-    INGOT_UNROLL for (int h = 0; h < INGOT_PARTS; h++)
-
-INGOT_INLINE void ingot_begin_sums(const ingot_matmul *job, ingot_float_sums sums, const int rows, const int panels,
+INGOT_INLINE void ingot_begin_sums(const ingot_matmul *job, ingot_sums sums, const int rows, const int panels,
                                    int k_begin, int row, int panel) {
-    INGOT_FOR_SUMS(rows, panels)
+    INGOT_FOR_TILE(rows, panels)
         sums[r][p][h] = k_begin == 0 ? vf_zero() : ingot_load_output(job, row + r, panel + p, h);
 }
 
-INGOT_INLINE void ingot_end_sums(const ingot_matmul *job, ingot_float_sums sums, const int rows, const int panels,
+INGOT_INLINE void ingot_end_sums(const ingot_matmul *job, ingot_sums sums, const int rows, const int panels,
                                  int k_end, int row, int panel) {
-    INGOT_FOR_SUMS(rows, panels) {
+    INGOT_FOR_TILE(rows, panels) {
         if (k_end == job->k) ingot_finish(job, row + r, panel + p, h, sums[r][p][h], NULL);
         else ingot_store_output(job, row + r, panel + p, h, sums[r][p][h]);
     }
@@ -29,22 +28,20 @@ INGOT_INLINE void ingot_tile_fp32(const ingot_matmul *job, const int rows, const
                                   int row, int panel) {
     const size_t panel_floats = (size_t)job->k * INGOT_PANEL;
     const float *w = (const float *)job->w + (size_t)panel * panel_floats;
-    const float *x[INGOT_MAX_TILE_ROWS];
-    ingot_float_sums sums;
+    const float *x[INGOT_TILE_ROWS];
+    ingot_sums sums;
     INGOT_UNROLL for (int r = 0; r < rows; r++) x[r] = (const float *)ingot_row(job, row + r);
     ingot_begin_sums(job, sums, rows, panels, k_begin, row, panel);
     for (int k = k_begin; k < k_end; k++) {
-        vf weights[INGOT_MAX_TILE_PANELS][INGOT_PARTS];
+        ingot_weights weights;
         INGOT_UNROLL for (int p = 0; p < panels; p++) {
             const float *from = w + (size_t)p * panel_floats + (size_t)k * INGOT_PANEL;
-            __builtin_prefetch((const char *)from + INGOT_AHEAD_BYTES);
+            ingot_fetch(from, INGOT_FLOAT_AHEAD, (size_t)(job->k - k) * 64, panels, panel_floats * 4);
             INGOT_UNROLL for (int h = 0; h < INGOT_PARTS; h++) weights[p][h] = vf_load(from + h * VF_LANES);
         }
         INGOT_UNROLL for (int r = 0; r < rows; r++) {
             const vf value = vf_set1(x[r][k]);
-            INGOT_UNROLL for (int p = 0; p < panels; p++)
-                INGOT_UNROLL for (int h = 0; h < INGOT_PARTS; h++)
-                    sums[r][p][h] = vf_fma(weights[p][h], value, sums[r][p][h]);
+            INGOT_FOR_PARTS(panels) sums[r][p][h] = vf_fma(weights[p][h], value, sums[r][p][h]);
         }
     }
     ingot_end_sums(job, sums, rows, panels, k_end, row, panel);
@@ -68,16 +65,16 @@ INGOT_INLINE void ingot_widen_pairs(const uint16_t *from, vf *even, vf *odd) {
 }
 
 /* One pair of channels of K, or its even one alone where K ends: there is no x to read for the other. */
-INGOT_INLINE void ingot_add_pair(const uint16_t *w, size_t panel_pairs, const float *const *x, ingot_float_sums sums,
+INGOT_INLINE void ingot_add_pair(const uint16_t *w, size_t panel_pairs, const float *const *x, ingot_sums sums,
                                  const int rows, const int panels, int pair, const int whole) {
-    vf even[INGOT_MAX_TILE_PANELS][INGOT_PARTS], odd[INGOT_MAX_TILE_PANELS][INGOT_PARTS];
+    ingot_weights even, odd;
     INGOT_UNROLL for (int p = 0; p < panels; p++) {
         const uint16_t *from = w + 2 * INGOT_PANEL * ((size_t)p * panel_pairs + (size_t)pair);
-        __builtin_prefetch((const char *)from + INGOT_AHEAD_BYTES);
+        ingot_fetch(from, INGOT_FLOAT_AHEAD, (panel_pairs - (size_t)pair) * 64, panels, panel_pairs * 64);
         INGOT_UNROLL for (int h = 0; h < INGOT_PARTS; h++)
             ingot_widen_pairs(from + 2 * h * VF_LANES, &even[p][h], &odd[p][h]);
     }
-    INGOT_FOR_SUMS(rows, panels) {
+    INGOT_FOR_TILE(rows, panels) {
         sums[r][p][h] = vf_fma(even[p][h], vf_set1(x[r][2 * pair]), sums[r][p][h]);
         if (whole) sums[r][p][h] = vf_fma(odd[p][h], vf_set1(x[r][2 * pair + 1]), sums[r][p][h]);
     }
@@ -88,8 +85,8 @@ INGOT_INLINE void ingot_tile_bf16(const ingot_matmul *job, const int rows, const
                                   int row, int panel) {
     const size_t panel_pairs = (size_t)(job->k + 1) / 2;
     const uint16_t *w = (const uint16_t *)job->w + 2 * INGOT_PANEL * panel_pairs * (size_t)panel;
-    const float *x[INGOT_MAX_TILE_ROWS];
-    ingot_float_sums sums;
+    const float *x[INGOT_TILE_ROWS];
+    ingot_sums sums;
     INGOT_UNROLL for (int r = 0; r < rows; r++) x[r] = (const float *)ingot_row(job, row + r);
     ingot_begin_sums(job, sums, rows, panels, k_begin, row, panel);
     for (int pair = k_begin / 2; pair < k_end / 2; pair++)

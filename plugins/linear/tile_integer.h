@@ -1,5 +1,5 @@
-/* Tiles of matrices in 8 and 4 bits, over rows that "quantize/quantize.h" wrote. 32 channels of K at a time: their
- * weights are brought to registers, then multiplied with one token after the other in integers. */
+/* Tiles of matrices in 8 and 4 bits, over rows that "quantize/quantize.h" wrote. Products are summed in integers over 32
+ * channels of K, then scaled and added up in float32. */
 #ifndef INGOT_TILE_INTEGER_H
 #define INGOT_TILE_INTEGER_H
 #include "../quantize/quantize.h"
@@ -9,106 +9,129 @@
 #define INGOT_W4_BLOCK_BYTES 320
 #define INGOT_W8_BLOCK_BYTES 512
 
-/* The 64 bytes of `part` at `from`, for each of the next `lines` lines. */
-INGOT_INLINE void ingot_fetch_ahead(const uint8_t *from, const int lines, int part) {
-    if (part == 0)
-        INGOT_UNROLL for (int line = 0; line < lines; line++)
-            __builtin_prefetch(from + INGOT_AHEAD_BYTES + 64 * line);
-}
+/* How far ahead of its use a weight is fetched. */
+#define INGOT_INTEGER_AHEAD 8192
+
+typedef const uint8_t *ingot_rows[INGOT_TILE_ROWS];
+typedef vf ingot_float_tile[INGOT_TILE_ROWS][INGOT_TILE_PANELS][INGOT_PARTS];
+typedef vi ingot_integer_tile[INGOT_TILE_ROWS][INGOT_TILE_PANELS][INGOT_PARTS];
+
+/* The scales of a row, one a block; the sums or offsets follow them. */
+INGOT_INLINE const float *ingot_scales(const uint8_t *row, int k) { return (const float *)(row + ingot_k32(k)); }
 
 /* y += sx * scale * dot(q, xq) + minimum * (sx * sum(xq)), block after block. */
 INGOT_INLINE void ingot_tile_w4a8(const ingot_matmul *job, const int rows, const int panels, int k_begin, int k_end,
                                   int row, int panel) {
-    const int k32 = ingot_k32(job->k), blocks = k32 / INGOT_BLOCK;
-    const uint8_t *w = job->w + (size_t)panel * (size_t)blocks * INGOT_W4_BLOCK_BYTES;
-    const uint8_t *x[INGOT_MAX_TILE_ROWS];
-    vf sums[INGOT_MAX_TILE_ROWS][INGOT_PARTS];
-    INGOT_UNROLL for (int r = 0; r < rows; r++) {
-        x[r] = ingot_row(job, row + r);
-        INGOT_UNROLL for (int h = 0; h < INGOT_PARTS; h++) sums[r][h] = vf_zero();
-    }
+    const int blocks = ingot_k32(job->k) / INGOT_BLOCK;
+    const size_t panel_bytes = (size_t)blocks * INGOT_W4_BLOCK_BYTES;
+    const uint8_t *w = job->w + (size_t)panel * panel_bytes;
+    ingot_rows x;
+    ingot_float_tile sums;
+    (void)k_begin, (void)k_end;
+    INGOT_UNROLL for (int r = 0; r < rows; r++) x[r] = ingot_row(job, row + r);
+    INGOT_FOR_TILE(rows, panels) sums[r][p][h] = vf_zero();
     for (int b = 0; b < blocks; b++, w += INGOT_W4_BLOCK_BYTES) {
-        INGOT_UNROLL for (int h = 0; h < INGOT_PARTS; h++) {
-            vi weights[VI_BLOCK];
-            ingot_fetch_ahead(w, INGOT_W4_BLOCK_BYTES / 64, h);
-            INGOT_UNROLL for (int j = 0; j < 4; j++) {
-                const vi bytes = vi_load(w + 64 * j + VI_BYTES * h);
-                weights[j] = vi_low_nibbles(bytes);
-                weights[j + 4] = vi_high_nibbles(bytes);
+        ingot_integer_tile dots;
+        INGOT_FOR_TILE(rows, panels) dots[r][p][h] = vi_set1(0);
+        INGOT_UNROLL for (int p = 0; p < panels; p++)
+            INGOT_UNROLL for (int line = 0; line < INGOT_W4_BLOCK_BYTES / 64; line++)
+                ingot_fetch(w + (size_t)p * panel_bytes + 64 * line, INGOT_INTEGER_AHEAD,
+                            (size_t)(blocks - b) * INGOT_W4_BLOCK_BYTES, panels, panel_bytes);
+        INGOT_UNROLL for (int j = 0; j < 4; j++) {
+            vi low[INGOT_TILE_PANELS][INGOT_PARTS], high[INGOT_TILE_PANELS][INGOT_PARTS];
+            INGOT_FOR_PARTS(panels) {
+                const vi bytes = vi_load(w + (size_t)p * panel_bytes + 64 * j + VI_BYTES * h);
+                low[p][h] = vi_low_nibbles(bytes);
+                high[p][h] = vi_high_nibbles(bytes);
             }
-            const vf scale = vf_load_f16((const uint16_t *)(w + 256) + VF_LANES * h);
-            const vf minimum = vf_load_f16((const uint16_t *)(w + 288) + VF_LANES * h);
             INGOT_UNROLL for (int r = 0; r < rows; r++) {
-                const float *x_scale = (const float *)(x[r] + k32), *x_sum = x_scale + blocks;
-                const vi dot = vi_block_u4(weights, (const int8_t *)x[r] + INGOT_BLOCK * b);
-                sums[r][h] = vf_fma(scale * vf_set1(x_scale[b]), vi_to_float(dot), sums[r][h]);
-                sums[r][h] = vf_fma(minimum, vf_set1(x_sum[b]), sums[r][h]);
+                const uint8_t *from = x[r] + INGOT_BLOCK * b + 4 * j;
+                const vi x_low = vi_repeat(from), x_high = vi_repeat(from + 16);
+                INGOT_FOR_PARTS(panels)
+                    dots[r][p][h] = vi_step_u4(vi_step_u4(dots[r][p][h], low[p][h], x_low), high[p][h], x_high);
+            }
+        }
+        INGOT_FOR_PARTS(panels) {
+            const uint16_t *scales = (const uint16_t *)(w + (size_t)p * panel_bytes + 256) + VF_LANES * h;
+            const vf scale = vf_load_f16(scales), minimum = vf_load_f16(scales + INGOT_PANEL);
+            INGOT_UNROLL for (int r = 0; r < rows; r++) {
+                const float *x_scale = ingot_scales(x[r], job->k) + b, *x_sum = x_scale + blocks;
+                const vf dot = vi_to_float(vi_end_u4(dots[r][p][h]));
+                sums[r][p][h] = vf_fma(scale * vf_set1(*x_scale), dot, sums[r][p][h]);
+                sums[r][p][h] = vf_fma(minimum, vf_set1(*x_sum), sums[r][p][h]);
             }
         }
     }
-    INGOT_UNROLL for (int r = 0; r < rows; r++)
-        INGOT_UNROLL for (int h = 0; h < INGOT_PARTS; h++) ingot_finish(job, row + r, panel, h, sums[r][h], NULL);
+    INGOT_FOR_TILE(rows, panels) ingot_finish(job, row + r, panel + p, h, sums[r][p][h], NULL);
 }
 
-/* The weights of block b, part h, ready for vi_block_i8. */
-INGOT_INLINE void ingot_load_i8(const uint8_t *w, int h, vi *weights) {
-    ingot_fetch_ahead(w, INGOT_W8_BLOCK_BYTES / 64, h);
-    INGOT_UNROLL for (int j = 0; j < VI_BLOCK; j++) weights[j] = vi_prepare_i8(vi_load(w + 64 * j + VI_BYTES * h));
+/* dots += one block of 8-bit weights, of which w is that of the first panel and `left` bytes remain in it. */
+INGOT_INLINE void ingot_add_block_i8(ingot_integer_tile dots, const uint8_t *w, size_t panel_bytes, size_t left,
+                                     const uint8_t *const *x, int begin, const int rows, const int panels) {
+    INGOT_UNROLL for (int p = 0; p < panels; p++)
+        INGOT_UNROLL for (int line = 0; line < INGOT_W8_BLOCK_BYTES / 64; line++)
+            ingot_fetch(w + (size_t)p * panel_bytes + 64 * line, INGOT_INTEGER_AHEAD, left, panels, panel_bytes);
+    INGOT_UNROLL for (int j = 0; j < INGOT_BLOCK / 4; j++) {
+        vi weights[INGOT_TILE_PANELS][INGOT_PARTS];
+        INGOT_FOR_PARTS(panels)
+            weights[p][h] = vi_prepare_i8(vi_load(w + (size_t)p * panel_bytes + 64 * j + VI_BYTES * h));
+        INGOT_UNROLL for (int r = 0; r < rows; r++) {
+            const vi four = vi_repeat(x[r] + begin + 4 * j);
+            INGOT_FOR_PARTS(panels) dots[r][p][h] = vi_step_i8(dots[r][p][h], weights[p][h], four);
+        }
+    }
 }
 
-/* Activation scales by group: y = scale * sum over blocks of sx * dot(w, xq). */
+/* The scales of the output channels stand behind the weights of each panel. */
+INGOT_INLINE vf ingot_channel_scales(const uint8_t *end, size_t panel_bytes, int p, int h) {
+    return vf_load((const float *)(end + (size_t)p * panel_bytes) + VF_LANES * h);
+}
+
+/* Activation scales by group: y = scale * (sum over blocks of sx * dot(w, xq)). */
 INGOT_INLINE void ingot_tile_int8(const ingot_matmul *job, const int rows, const int panels, int k_begin, int k_end,
                                   int row, int panel) {
-    const int k32 = ingot_k32(job->k), blocks = k32 / INGOT_BLOCK;
-    const uint8_t *w = job->w + (size_t)panel * (size_t)(INGOT_PANEL * k32 + 64);
-    const uint8_t *x[INGOT_MAX_TILE_ROWS];
-    vf sums[INGOT_MAX_TILE_ROWS][INGOT_PARTS];
-    INGOT_UNROLL for (int r = 0; r < rows; r++) {
-        x[r] = ingot_row(job, row + r);
-        INGOT_UNROLL for (int h = 0; h < INGOT_PARTS; h++) sums[r][h] = vf_zero();
-    }
+    const int blocks = ingot_k32(job->k) / INGOT_BLOCK;
+    const size_t panel_bytes = (size_t)blocks * INGOT_W8_BLOCK_BYTES + 64;
+    const uint8_t *w = job->w + (size_t)panel * panel_bytes;
+    ingot_rows x;
+    ingot_float_tile sums;
+    (void)k_begin, (void)k_end;
+    INGOT_UNROLL for (int r = 0; r < rows; r++) x[r] = ingot_row(job, row + r);
+    INGOT_FOR_TILE(rows, panels) sums[r][p][h] = vf_zero();
     for (int b = 0; b < blocks; b++, w += INGOT_W8_BLOCK_BYTES) {
-        INGOT_UNROLL for (int h = 0; h < INGOT_PARTS; h++) {
-            vi weights[VI_BLOCK];
-            ingot_load_i8(w, h, weights);
-            INGOT_UNROLL for (int r = 0; r < rows; r++) {
-                const float *x_scale = (const float *)(x[r] + k32);
-                const int32_t *offset = (const int32_t *)(x_scale + blocks);
-                const vi dot = vi_block_i8(vi_start_i8(offset + b), weights, (const int8_t *)x[r] + INGOT_BLOCK * b);
-                sums[r][h] = vf_fma(vf_set1(x_scale[b]), vi_to_float(dot), sums[r][h]);
-            }
-        }
+        ingot_integer_tile dots;
+        INGOT_FOR_TILE(rows, panels)
+            dots[r][p][h] = vi_start_i8((const int32_t *)(ingot_scales(x[r], job->k) + blocks + b));
+        ingot_add_block_i8(dots, w, panel_bytes, (size_t)(blocks - b) * INGOT_W8_BLOCK_BYTES, x, INGOT_BLOCK * b, rows,
+                           panels);
+        INGOT_FOR_TILE(rows, panels)
+            sums[r][p][h] = vf_fma(vf_set1(ingot_scales(x[r], job->k)[b]), vi_to_float(dots[r][p][h]), sums[r][p][h]);
     }
-    INGOT_UNROLL for (int h = 0; h < INGOT_PARTS; h++) {
-        const vf scale = vf_load((const float *)w + VF_LANES * h);
-        INGOT_UNROLL for (int r = 0; r < rows; r++) ingot_finish(job, row + r, panel, h, sums[r][h], &scale);
+    INGOT_FOR_PARTS(panels) {
+        const vf scale = ingot_channel_scales(w, panel_bytes, p, h);
+        INGOT_UNROLL for (int r = 0; r < rows; r++) ingot_finish(job, row + r, panel + p, h, sums[r][p][h], &scale);
     }
 }
 
 /* One activation scale a token: the sum over all of K is an integer. */
 INGOT_INLINE void ingot_tile_int8_row(const ingot_matmul *job, const int rows, const int panels, int k_begin,
                                       int k_end, int row, int panel) {
-    const int k32 = ingot_k32(job->k), blocks = k32 / INGOT_BLOCK;
-    const uint8_t *w = job->w + (size_t)panel * (size_t)(INGOT_PANEL * k32 + 64);
-    const uint8_t *x[INGOT_MAX_TILE_ROWS];
-    vi sums[INGOT_MAX_TILE_ROWS][INGOT_PARTS];
-    INGOT_UNROLL for (int r = 0; r < rows; r++) {
-        x[r] = ingot_row(job, row + r);
-        INGOT_UNROLL for (int h = 0; h < INGOT_PARTS; h++) sums[r][h] = vi_start_i8((const int32_t *)(x[r] + k32) + 1);
-    }
-    for (int b = 0; b < blocks; b++, w += INGOT_W8_BLOCK_BYTES) {
-        INGOT_UNROLL for (int h = 0; h < INGOT_PARTS; h++) {
-            vi weights[VI_BLOCK];
-            ingot_load_i8(w, h, weights);
-            INGOT_UNROLL for (int r = 0; r < rows; r++)
-                sums[r][h] = vi_block_i8(sums[r][h], weights, (const int8_t *)x[r] + INGOT_BLOCK * b);
-        }
-    }
-    INGOT_UNROLL for (int h = 0; h < INGOT_PARTS; h++) {
-        const vf scale = vf_load((const float *)w + VF_LANES * h);
+    const int blocks = ingot_k32(job->k) / INGOT_BLOCK;
+    const size_t panel_bytes = (size_t)blocks * INGOT_W8_BLOCK_BYTES + 64;
+    const uint8_t *w = job->w + (size_t)panel * panel_bytes;
+    ingot_rows x;
+    ingot_integer_tile sums;
+    (void)k_begin, (void)k_end;
+    INGOT_UNROLL for (int r = 0; r < rows; r++) x[r] = ingot_row(job, row + r);
+    INGOT_FOR_TILE(rows, panels) sums[r][p][h] = vi_start_i8((const int32_t *)(ingot_scales(x[r], job->k) + 1));
+    for (int b = 0; b < blocks; b++, w += INGOT_W8_BLOCK_BYTES)
+        ingot_add_block_i8(sums, w, panel_bytes, (size_t)(blocks - b) * INGOT_W8_BLOCK_BYTES, x, INGOT_BLOCK * b, rows,
+                           panels);
+    INGOT_FOR_PARTS(panels) {
+        const vf scale = ingot_channel_scales(w, panel_bytes, p, h);
         INGOT_UNROLL for (int r = 0; r < rows; r++) {
-            const vf sum = vi_to_float(sums[r][h]) * vf_set1(*(const float *)(x[r] + k32));
-            ingot_finish(job, row + r, panel, h, sum, &scale);
+            const vf sum = vi_to_float(sums[r][p][h]) * vf_set1(*ingot_scales(x[r], job->k));
+            ingot_finish(job, row + r, panel + p, h, sum, &scale);
         }
     }
 }

@@ -29,7 +29,7 @@ def test_instructions(isa: str, scheme: str, m: int) -> None:
     instruction = {"int8": of_bytes, "w4a8": of_nibbles}.get(scheme, of_floats)
     text = assembly(translation_unit([emit(Problem(192, 576, SCHEMES[scheme], m))]), ISAS[isa], [INCLUDE_DIR])
     found = re.findall(rf"^\s+{instruction}\s+.*{register}", text, re.MULTILINE)
-    assert len(found) >= 4, f"{len(found)} x {instruction}"
+    assert len(found) >= 2, f"{len(found)} x {instruction}"
     calls = re.findall(r"^\s+(?:call\w*|bl)\s.*", text, re.MULTILINE)
     assert not calls, f"a kernel calls {calls}: something was not inlined"
 
