@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self, overload
@@ -148,8 +148,12 @@ class Engine:
         answers = [_generation(request) for request in requests]
         return answers[0] if is_one else answers
 
-    def stream(self, prompt: Prompt, params: SamplingParams = SamplingParams()) -> Iterator[Piece]:  # noqa: B008
-        """The answer to one prompt, token by token as they come. Wrong prompts raise at once, as in `generate`."""
+    def stream(self, prompt: Prompt,
+               params: SamplingParams = SamplingParams()) -> Generator[Piece, None, None]:  # noqa: B008 (immutable)
+        """The answer to one prompt, token by token as they come. Wrong prompts raise at once, as in `generate`.
+
+        Its KV blocks are free again when it has ended, or is closed before.
+        """
         request = self._request(prompt, params)
         return (piece for _, piece in self._start([request]))
 
@@ -157,7 +161,7 @@ class Engine:
         """The logits [T, vocab_size] that the model gives at each of the T tokens of a sequence."""
         return np.concatenate([rows.copy() for rows in self.iter_logits(token_ids)])
 
-    def iter_logits(self, token_ids: Sequence[int]) -> Iterator[Float32Array]:
+    def iter_logits(self, token_ids: Sequence[int]) -> Generator[Float32Array, None, None]:
         """As `logits`, but a few rows at a time, each array valid until the next one is asked for."""
         tokens = self._checked_ids(token_ids)
         count = min(self.limits.max_batch_size, self.limits.max_num_tokens)
