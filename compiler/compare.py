@@ -131,7 +131,10 @@ def compare(engine: Engine, reference: ReferenceModel, prompts: Sequence[Sequenc
 def _layer(name: str, got: np.ndarray, expected: np.ndarray, num_tokens: int) -> Difference:
     """What only the logits need is computed for the last tokens only."""
     width = expected.size // num_tokens
-    rows = got.size // width
+    rows, rest = divmod(got.size, width)
+    if rest or rows > num_tokens:
+        raise RequestError(f"{name} gives {expected.shape} in the checkpoint and {got.shape} in the engine; "
+                           "is it the one that the engine was built from?")
     return difference(name, got, expected.reshape(num_tokens, width)[num_tokens - rows :])
 
 

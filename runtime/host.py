@@ -36,7 +36,10 @@ def available_cores(root: Path = Path("/"), cpus: set[int] | None = None) -> int
 
     Two hyperthreads of a core share its arithmetic units, so that a second worker there gains nothing.
     """
-    cpus = os.sched_getaffinity(0) if cpus is None else cpus
+    if cpus is None:
+        # Engines can be built where this call is missing: all processors count there.
+        has_affinity = hasattr(os, "sched_getaffinity")
+        cpus = os.sched_getaffinity(0) if has_affinity else set(range(os.cpu_count() or 1))
     cores = set()
     for cpu in cpus:
         topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"

@@ -20,8 +20,8 @@ PROMPTS = [[3, 200, 17, 4, 4, 91], [8] * 6]
 class MockReference:
     """The mock model in numpy. layer_error: added to every element of the layer; bias: added to token 7's logit."""
 
-    def __init__(self, layer_error: float = 0.0, bias: float = 0.0, vocab_size: int = 258) -> None:
-        self.layer_error, self.bias, self.vocab_size = layer_error, bias, vocab_size
+    def __init__(self, layer_error: float = 0.0, bias: float = 0.0, vocab_size: int = 258, width: int = 16) -> None:
+        self.layer_error, self.bias, self.vocab_size, self.width = layer_error, bias, vocab_size, width
 
     def _logits(self, tokens: Sequence[int]) -> np.ndarray:
         logits = reference_logits(list(tokens))[:, : self.vocab_size].copy()
@@ -30,7 +30,8 @@ class MockReference:
 
     def traced(self, token_ids: Sequence[int], modules: Collection[str]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         means = reference_means(list(token_ids)) + self.layer_error
-        values: dict[str, np.ndarray] = {"embed": TABLE[list(token_ids)], "layers.0": means}
+        embedded = np.resize(TABLE[list(token_ids)], (len(token_ids), self.width))
+        values: dict[str, np.ndarray] = {"embed": embedded, "layers.0": means}
         return self._logits(token_ids), {name: values[name] for name in modules}
 
     def greedy(self, token_ids: Sequence[int], num_tokens: int) -> Iterator[tuple[int, float]]:
@@ -90,6 +91,8 @@ def test_no_answers(engine: Engine) -> None:
 def test_another_checkpoint(engine: Engine) -> None:
     with pytest.raises(RequestError, match="258 logits a token, the checkpoint 100; is it the one"):
         run(engine, MockReference(vocab_size=100))
+    with pytest.raises(RequestError, match=r"embed gives \(6, 17\) in the checkpoint and \(1, 6, 16\) in the engine"):
+        run(engine, MockReference(width=17))
 
 
 def test_only_a_strict_bound_asks_for_equal_answers(engine: Engine) -> None:
