@@ -1,18 +1,31 @@
-"""What the tests of kernels share: compile them for each instruction set of this machine, call them on numpy arrays."""
+"""What the tests of kernels share: compile them for an instruction set, call them on numpy arrays.
+
+Sets of other machines run under an emulator, where there is one.
+"""
 from __future__ import annotations
 
 import ctypes
+import platform
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from ingot.compiler.cpu.isa import ISAS, host_isas
 from ingot.compiler.cpu.toolchain import Compiler, compile_shared
 from ingot.plugins.kernel import INCLUDE_DIR, CpuKernel, translation_unit
 
+from .emulated import EmulatedKernels, emulator
+
 HOST_ISAS = [isa.name for isa in host_isas() if isa.name != "x86-64-v4-vnni"]
 """Float kernels make no use of VNNI; the other sets each have code of their own."""
+
+ALL_ISAS = [*HOST_ISAS, *(
+    pytest.param(isa.name, marks=[pytest.mark.slow, pytest.mark.skipif(
+        emulator(isa.machine) is None, reason=f"no emulator for {isa.machine} (qemu-user-static) on this machine")])
+    for isa in ISAS.values() if isa.machine == "aarch64" != platform.machine())]
+"""And, among the slow tests, those that only an emulator can run here."""
 
 
 _COUNTS = ("num_tokens", "num_seqs", "num_logits", "max_blocks")
@@ -64,12 +77,20 @@ class Library:
     """The kernels, compiled for one instruction set into one shared object."""
 
     def __init__(self, kernels: Iterable[CpuKernel], isa: str, folder: Path, compiler: Compiler = "zig") -> None:
+        self._emulated = None
+        if ISAS[isa].machine != platform.machine():
+            self._emulated = EmulatedKernels(kernels, ISAS[isa], folder)
+            return
         path = folder / f"{isa}-{compiler}.so"
         compile_shared({"kernels.c": translation_unit(kernels)}, ISAS[isa], [INCLUDE_DIR], path, compiler)
         self._library = ctypes.CDLL(str(path))
 
     def run(self, kernel: CpuKernel, step: Step, *args: np.ndarray | None, workers: int = 1) -> None:
         """One launch: each worker's part in turn, the last one first (any order must do)."""
+        if self._emulated:
+            counts = [step.num_tokens, len(step.context_len), len(step.logit_rows), step.block_table.shape[1]]
+            self._emulated.run(kernel.symbol, counts, [getattr(step, name) for name in _ARRAYS], args, workers)
+            return
         function = getattr(self._library, kernel.symbol)
         pointers = (ctypes.c_void_p * len(args))(*(None if a is None else a.ctypes.data for a in args))
         struct = step.struct

@@ -10,7 +10,7 @@ from ingot.plugins.attention.cpu import Attention, attention, attention_combine,
 from ingot.plugins.attention.reference import attention as one_sequence
 from ingot.plugins.attention.reference import paged_attention
 
-from .native import HOST_ISAS, Library, Step, aligned, from_bf16, placed, relative_error, to_bf16
+from .native import ALL_ISAS, Library, Step, aligned, from_bf16, placed, relative_error, to_bf16
 
 PLAIN = Attention(6, 2, 64, 64, 16, 0.125)
 PROBLEMS = {
@@ -94,7 +94,7 @@ def expected(problem: Attention, case: Case) -> np.ndarray:
                            scale=p.scale, window=p.window, chunk=p.chunk, softcap=p.softcap)
 
 
-@pytest.fixture(scope="module", params=HOST_ISAS)
+@pytest.fixture(scope="module", params=ALL_ISAS)
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Library:
     kernels = [kernel(p) for p in PROBLEMS.values() for kernel in (attention, attention_combine)]
     return Library(kernels, request.param, tmp_path_factory.mktemp("attention"))

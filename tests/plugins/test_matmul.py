@@ -8,7 +8,7 @@ from ingot.plugins.constants import Rows
 from ingot.plugins.matmul.cpu import Matmul, matmul
 from ingot.plugins.matmul.reference import matmul as reference
 
-from .native import HOST_ISAS, Library, Step, aligned, placed, relative_error
+from .native import ALL_ISAS, Library, Step, aligned, placed, relative_error
 
 T = 13
 STEP = Step.of_tokens(T)
@@ -28,7 +28,7 @@ PROBLEMS = {
 }
 
 
-@pytest.fixture(scope="module", params=HOST_ISAS)
+@pytest.fixture(scope="module", params=ALL_ISAS)
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Library:
     return Library([matmul(p) for p in PROBLEMS.values()], request.param, tmp_path_factory.mktemp("matmul"))
 

@@ -9,7 +9,7 @@ import pytest
 from ingot.plugins.norm.cpu import Norm, add_norm, norm
 from ingot.plugins.norm.reference import layer_norm, rms_norm
 
-from .native import HOST_ISAS, Library, Step, aligned, placed, relative_error
+from .native import ALL_ISAS, Library, Step, aligned, placed, relative_error
 
 PROBLEMS = [replace(Norm("rms_norm", rows, dim, 1e-6), kind=kind, x_stride=gap and dim + gap, r_stride=gap and dim + 2,
                     y_stride=gap and dim + 1)
@@ -20,7 +20,7 @@ STEP = Step([(7, 7)], logit_rows=[1, 2, 6])
 ROWS = {"T": 7, "3*T": 21, "L": 3, 2: 2}
 
 
-@pytest.fixture(scope="module", params=HOST_ISAS)
+@pytest.fixture(scope="module", params=ALL_ISAS)
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Library:
     return Library([kernel(p) for p in [*PROBLEMS, HEADS] for kernel in (norm, add_norm)], request.param,
                    tmp_path_factory.mktemp("norm"))

@@ -10,7 +10,7 @@ from ingot.plugins.rope.cpu import Rope, kv_write, rope, rope_kv_write
 from ingot.plugins.rope.reference import rope as reference_rope
 from ingot.plugins.rope.reference import rope_kv_write as reference
 
-from .native import HOST_ISAS, Library, Step, aligned, placed, relative_error, to_bf16
+from .native import ALL_ISAS, Library, Step, aligned, placed, relative_error, to_bf16
 
 PLAIN = Rope(9, 3, 64, 64, 16, rotary=64)
 PROBLEMS = {
@@ -30,7 +30,7 @@ PROBLEMS = {
 STEP = Step([(40, 5), (17, 17), (300, 1)])
 
 
-@pytest.fixture(scope="module", params=HOST_ISAS)
+@pytest.fixture(scope="module", params=ALL_ISAS)
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Library:
     kernels = [kernel(p) for p in PROBLEMS.values() for kernel in (rope_kv_write, rope, kv_write)]
     return Library(kernels, request.param, tmp_path_factory.mktemp("rope"))

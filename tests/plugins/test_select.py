@@ -7,7 +7,7 @@ import pytest
 from ingot.plugins.select import cpu
 from ingot.plugins.select.reference import scatter, softmax, topk
 
-from .native import HOST_ISAS, Library, Step, aligned, placed, relative_error
+from .native import ALL_ISAS, Library, Step, aligned, placed, relative_error
 
 STEP = Step([(5, 5)], logit_rows=[4, 0, 3])
 WIDTHS = (1, 7, 16, 61, 130)
@@ -24,7 +24,7 @@ KERNELS = [
 ]
 
 
-@pytest.fixture(scope="module", params=HOST_ISAS)
+@pytest.fixture(scope="module", params=ALL_ISAS)
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Library:
     return Library(KERNELS, request.param, tmp_path_factory.mktemp("select"))
 

@@ -15,7 +15,7 @@ from ingot.compiler.cpu.isa import ISAS
 from ingot.compiler.cpu.toolchain import assembly
 from ingot.plugins.kernel import INCLUDE_DIR, CpuKernel, translation_unit
 
-from .native import HOST_ISAS, Library, Step, aligned, from_bf16, placed, to_bf16
+from .native import ALL_ISAS, HOST_ISAS, Library, Step, aligned, from_bf16, placed, to_bf16
 
 _erf = np.vectorize(math.erf)
 
@@ -72,15 +72,14 @@ for (int n = 0; n <= VF_LANES; n++, x += VF_LANES, y += VF_LANES + 6) {
 *(int *)args[2] = VF_LANES;""")
 KERNELS = [*SCALAR.values(), POW, VECTOR_EXP, *(k for kernels in ROUNDING.values() for k in kernels), TRANSPOSE, PARTS]
 
-Builds = [(isa, "zig") for isa in HOST_ISAS] + [(HOST_ISAS[-1], "cc")]
 
-
-@pytest.fixture(scope="module", params=Builds, ids="-".join)
+@pytest.fixture(scope="module", params=[*ALL_ISAS, "cc"])
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Library:
-    isa, compiler = request.param
-    if compiler == "cc" and shutil.which("cc") is None:
+    if request.param != "cc":
+        return Library(KERNELS, request.param, tmp_path_factory.mktemp("simd"))
+    if shutil.which("cc") is None:
         pytest.skip("no C compiler `cc` on this machine")
-    return Library(KERNELS, isa, tmp_path_factory.mktemp("simd"), compiler)
+    return Library(KERNELS, HOST_ISAS[-1], tmp_path_factory.mktemp("simd"), "cc")
 
 
 def call(library: Library, kernel: CpuKernel, x: np.ndarray, *more: np.ndarray, dtype: type = np.float32) -> np.ndarray:
