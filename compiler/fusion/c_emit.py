@@ -4,6 +4,7 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 from ingot.plugins.constants import float_in_c, rows_in_c
 from ingot.plugins.kernel import CpuKernel
@@ -86,9 +87,8 @@ class _Loop:
                     ends.update(end - offset for end in part.value if 0 < end - offset < columns)
         if not ends or self.column is None:
             return [("range.column_begin", "range.column_end", self.expr)]
-        marks = [0, *sorted(ends), columns]
         return [(f"ingot_maximumi(range.column_begin, {begin})", f"ingot_minimumi(range.column_end, {end})",
-                 _picked(self.expr, self.column, int(begin))) for begin, end in zip(marks, marks[1:], strict=False)]
+                 _picked(self.expr, self.column, begin)) for begin, end in pairwise([0, *sorted(ends), int(columns)])]
 
     def _element(self, expr: Expr, target: str) -> list[str]:
         value = in_c(expr, self.inputs)
@@ -118,6 +118,7 @@ class _Loop:
                 f"for (int j = 0; j < {_LANES}; j++) acc[j] = {start};",
                 *outer, "{",
                 f"    for (int base = 0; base < {whole}; base += {_LANES})",
+                "        INGOT_LANES",
                 f"        for (int j = 0; j < {_LANES}; j++) {{",
                 f"            const int {inner} = base + j;",
                 f"            {_accumulate(kind, 'acc[j]', value)}",

@@ -11,6 +11,8 @@ from typing import Any
 
 from ..ir.types import Dim, DType
 
+_SIGNS = {"add": "+", "sub": "-", "mul": "*"}
+
 
 @dataclass(frozen=True)
 class Expr:
@@ -35,7 +37,7 @@ class Expr:
             case "load":
                 return f"in{self.value}[{', '.join(map(str, self.args))}]"
             case "add" | "sub" | "mul" if self.dtype == DType.I32:
-                return f"({self.args[0]} {dict(add='+', sub='-', mul='*')[self.op]} {self.args[1]})"
+                return f"({self.args[0]} {_SIGNS[self.op]} {self.args[1]})"
         extra = "" if self.value is None else f"; {getattr(self.value, 'value', self.value)}"
         return f"{self.op}({', '.join(map(str, self.args))}{extra})"
 
@@ -182,7 +184,7 @@ def mod(expr: Expr, divisor: int, extents: Extents) -> Expr:
 
 def _within(expr: Expr, divisor: int, extents: Extents) -> bool:
     low, high = bounds(expr, extents)
-    return low is not None and high is not None and 0 <= low and high < divisor
+    return low is not None and high is not None and low >= 0 and high < divisor
 
 
 def _divided(expr: Expr, divisor: int) -> tuple[Expr, Expr]:

@@ -18,7 +18,8 @@ _COSTLY = {"exp", "expm1", "log", "log1p", "sin", "cos", "tanh", "erf", "sigmoid
            "rsqrt", "sqrt", "div", "reciprocal", "mod", "floor_div"}
 _COSTLY_COST = 8
 MAX_REPEATED_COST = 6
-"""A value that several loops need is computed in each of them, if that takes no more operations an element."""
+"""A value that several loops need is computed in each of them, if that takes no more operations an element. Within one
+loop, for all that share it (the heads of a token), unless a costly operator takes part."""
 MAX_EXPRESSION = 200
 """Operations of one expression; longer chains are cut, so that generated code stays of readable and compilable size."""
 _TYPICAL_EXTENT = 64
@@ -48,8 +49,7 @@ def place_values(graph: Graph, accepts_strided: AcceptsStrided) -> Placement:
     # in memory: the second round sees those of the first.
     placement = forced
     for _ in range(2):
-        evaluations = _evaluations(graph, placement)
-        placement = _with_dear_values(graph, forced, evaluations)
+        placement = _with_dear_values(graph, forced, _evaluations(graph, placement))
     return placement
 
 
@@ -118,7 +118,7 @@ def through_reshapes(value: str, producers: dict[str, Node]) -> str:
 
 
 def _evaluations(graph: Graph, placement: Placement) -> dict[str, dict[str, float]]:
-    """Value -> {value in memory whose loop needs it: how many elements that loop computes of it}."""
+    """Value -> {value in memory whose loop reads it: how many elements of it that loop reads}."""
     found: dict[str, dict[str, float]] = {}
     for node in reversed(graph.nodes):
         if not is_fused(node) or node.output in placement.kept_views:
@@ -129,8 +129,6 @@ def _evaluations(graph: Graph, placement: Placement) -> dict[str, dict[str, floa
             computed = graph.types[node.values[0]].shape if OPS[node.op].kind == "reduce" else shape
             loops = {node.output: _elements(computed)}
         for operand in node.values:
-            if operand in placement.in_memory or operand in placement.kept_views:
-                continue
             read = graph.types[operand].shape
             share = 1.0
             if node.op == "cat":
@@ -153,7 +151,9 @@ def _with_dear_values(graph: Graph, forced: Placement, evaluations: dict[str, di
         parts = [costs.get(value, (0.0, 0)) for value in node.values]
         own = _own_cost(node)
         cost, size = own + sum(c for c, _ in parts), 1 + sum(s for _, s in parts)
-        repeats = sum(evaluations.get(node.output, {}).values()) / _elements(graph.types[node.output].shape) - 1
+        elements = _elements(graph.types[node.output].shape)
+        reads = [number / elements for number in evaluations.get(node.output, {}).values()]
+        repeats = sum(reads if cost >= _COSTLY_COST else [min(number, 1.0) for number in reads]) - 1
         if (own and cost * repeats > MAX_REPEATED_COST) or size > MAX_EXPRESSION:
             memory.add(node.output)
             cost, size = 0.0, 0
@@ -164,7 +164,8 @@ def _with_dear_values(graph: Graph, forced: Placement, evaluations: dict[str, di
 def _own_cost(node: Node) -> int:
     if OPS[node.op].kind == "view":
         return 0
-    return _COSTLY_COST if node.op in _COSTLY else 1
+    by_number = node.op in ("div", "mod", "floor_div") and not isinstance(node.inputs[1], str)
+    return _COSTLY_COST if node.op in _COSTLY and not by_number else 1
 
 
 def _elements(shape: tuple[Dim, ...]) -> float:

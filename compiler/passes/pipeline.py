@@ -5,11 +5,11 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from ..fusion.fuse import fuse_loops
 from ..ir.dump import dump
 from ..ir.graph import Graph
 from ..ir.types import DType
 from ..ir.verify import verify
-from ..fusion.fuse import fuse_loops
 from ..precision import Precision
 from .assign_precision import assign_precision
 from .fold_constants import fold_constants

@@ -51,6 +51,13 @@ INGOT_INLINE int32_t ingot_powi(int32_t x, int32_t exponent) {
     return (int32_t)result;
 }
 
+/* Before the loop over the lanes of a reduction: to be one vector operation, not unrolled into pieces of it. */
+#ifdef __clang__
+#define INGOT_LANES _Pragma("clang loop vectorize_width(16) interleave_count(1) unroll(disable)")
+#else
+#define INGOT_LANES
+#endif
+
 /* Columns from which a loop with fewer rows than workers is divided by columns; pieces are whole cache lines. */
 #define INGOT_SPLIT_COLUMNS 512
 #define INGOT_COLUMN_PIECE 64

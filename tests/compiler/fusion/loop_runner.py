@@ -132,7 +132,7 @@ def expect_same(program: Program, library: Library | None, tokens: int, workers:
 
 
 def compare(got: Mapping[str, np.ndarray], want: Mapping[str, np.ndarray], tolerance: float, what: str) -> None:
-    """Integers and booleans equal; floats within tolerance of the largest magnitude; NaN and infinity where expected."""
+    """Integers and booleans equal; floats within tolerance of the largest one; NaN and infinity where expected."""
     for name, expected in want.items():
         assert got[name].dtype == expected.dtype and got[name].shape == expected.shape, f"{what}: {name}"
         if expected.dtype.kind != "f":

@@ -7,12 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ingot.compiler.cpu.isa import ISAS
+from ingot.compiler.cpu.toolchain import assembly
 from ingot.compiler.fusion.c_emit import emit
 from ingot.compiler.ir.interpret import run
 from ingot.compiler.ir.types import DType
-from tests.plugins.native import HOST_ISAS, Library
-
+from ingot.plugins.kernel import INCLUDE_DIR, translation_unit
 from tests.compiler.fusion.loop_runner import Builder, Program, Source, compare, compiled, expect_same, run_native
+from tests.plugins.native import HOST_ISAS, Library
 
 TOKENS = (1, 3, 17)
 WORKERS = (1, 2, 3)
@@ -305,3 +307,42 @@ def test_emit_names_arguments_in_order(tmp_path: Path) -> None:
     kernel = emit(node, [program.fused.types[value] for value in node.values])
     assert node.values == ("a", "c")
     assert "in0 = args[0]" in kernel.body and "in1 = args[1]" in kernel.body and "out = args[2]" in kernel.body
+
+
+def silu_mul(b: Builder) -> str:
+    x = b.x("x", "T", 3072)
+    return b.op("mul", b.op("silu", b.slice(x, 1, 0, 1536)), b.slice(x, 1, 1536, 3072))
+
+
+def rope_of_heads(b: Builder) -> str:
+    x, cos, sin = b.x("x", "T", 9, 64), b.x("cos", "T", 1, 64), b.x("sin", "T", 1, 64)
+    turned = b.op("cat", b.op("neg", b.slice(x, 2, 32, 64)), b.slice(x, 2, 0, 32), dim=2)
+    return b.op("add", b.op("mul", x, cos), b.op("mul", turned, sin))
+
+
+def clamped(b: Builder) -> str:
+    return b.op("minimum", b.op("maximum", b.x("x", "T", 512), -7.0), b.op("maximum", b.x("y", "T", 512), 7.0))
+
+
+def sum_of_gelu(b: Builder) -> str:
+    return b.op("reduce_sum", b.op("gelu", b.x("x", "T", 1024), approximate="none"), dims=(1,), keepdim=True)
+
+
+def sum_of_experts(b: Builder) -> str:
+    return b.op("reduce_sum", b.op("mul", b.x("x", "T", 8, 512), b.x("w", "T", 8, 1)), dims=(1,), keepdim=False)
+
+
+VECTORISED = [Program(build.__name__, build, 1) for build in (
+    silu_mul, rope_of_heads, clamped, sum_of_gelu, sum_of_experts)]
+
+
+@pytest.mark.parametrize(("isa", "register"), [
+    ("x86-64-v3", r"v(add|mul|fmadd|max|min)\w*ps\s.*%ymm"), ("x86-64-v4", r"v(add|mul|fmadd|max|min)\w*ps\s.*%zmm"),
+    ("aarch64-dotprod", r"f(add|mul|mla|cmgt)\s+v\d+\.4s")], ids=["v3", "v4", "aarch64"])
+def test_the_loops_of_language_models_vectorise(isa: str, register: str) -> None:
+    kernels = [kernel for program in VECTORISED for kernel in program.kernels()]
+    text = assembly(translation_unit(kernels), ISAS[isa], [INCLUDE_DIR])
+    for program, kernel in zip(VECTORISED, kernels, strict=True):
+        code = text.split(f"\n{kernel.symbol}:")[1].split(".size")[0]
+        assert len(re.findall(register, code)) >= 4, f"{program.name}:\n{code}"
+        assert "call" not in code, program.name
