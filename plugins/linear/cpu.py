@@ -11,11 +11,8 @@ from ..scheme import Scheme
 MAX_FUSED_ROWS = 8
 """Up to so many tokens an integer kernel can quantize its input itself."""
 
-MAX_TILE_PANELS = 2
-"""INGOT_TILE_PANELS of panel.h."""
-
 _CACHE_BYTES = 512 << 10
-"""Activations of a block of tokens: half of a usual second-level cache."""
+"""Activations of a block of tokens: half of a usual second-level cache; but not so few that weights are read often."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +75,12 @@ def emit(problem: Problem) -> CpuKernel:
 def tile_arguments(scheme: Scheme, size_class: int, k: int) -> str:
     """The C words for: tile function, its largest rows and panels, channels of K at a time.
 
-    With few tokens the weights come from memory, and do so fastest as one stream. In floats they come as two streams,
-    since a single token gives a panel one chain of additions, which is too slow alone.
+    With few tokens the weights come from memory, and do so fastest as one stream. In bf16 they come as two, since a
+    single token gives a panel one chain of additions, which is too slow for it alone.
     """
     rows = "1" if size_class == 1 else "INGOT_ROWS"
     if not scheme.is_integer:
-        panels = str(MAX_TILE_PANELS) if size_class == 1 else "INGOT_PANELS"
+        panels = ("2" if scheme.weight_bits == 16 else "1") if size_class == 1 else "INGOT_PANELS"
         return f"ingot_tile_{scheme.name}, {rows}, {panels}, {'INGOT_FLOAT_K_STEP' if size_class == 0 else k}"
     tile = f"ingot_tile_{scheme.name}" + ("_row" if scheme.weight_bits == 8 and scheme.act_group == 0 else "")
     return f"{tile}, {rows}, {'INGOT_PANELS' if size_class == 0 else 1}, {k}"
@@ -91,7 +88,7 @@ def tile_arguments(scheme: Scheme, size_class: int, k: int) -> str:
 
 def block_rows(scheme: Scheme, k: int) -> int:
     """Tokens that are taken through all panels together."""
-    return min(256, max(16, _CACHE_BYTES // (row_bytes(k, scheme) if scheme.is_integer else 4 * k) // 16 * 16))
+    return min(256, max(64, _CACHE_BYTES // (row_bytes(k, scheme) if scheme.is_integer else 4 * k) // 16 * 16))
 
 
 def _symbol(p: Problem) -> str:

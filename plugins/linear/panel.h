@@ -86,7 +86,8 @@ INGOT_INLINE void ingot_finish(const ingot_matmul *job, int row, int panel, int 
     int valid = ingot_valid(job, panel, part);
     vf value = job->bias ? vf_load(job->bias + panel * INGOT_PANEL + part * VF_LANES) : vf_zero();
     if (scale) value = vf_fma(sum, *scale, value);
-    else value = job->bias ? sum + value : sum;
+    else if (job->bias) value = sum + value;
+    else value = sum;
     if (job->residual) {
         const float *r = job->residual + (ingot_output(job, row, panel, part) - job->y);
         value = value + (valid == VF_LANES ? vf_load(r) : vf_load_first(r, valid));

@@ -2,10 +2,11 @@
 from __future__ import annotations
 
 import re
+import shutil
 
 import pytest
 
-from ingot.compiler.cpu.isa import ISAS
+from ingot.compiler.cpu.isa import ISAS, host_isa
 from ingot.compiler.cpu.toolchain import assembly
 from ingot.plugins.expert_linear import cpu as expert_cpu
 from ingot.plugins.kernel import INCLUDE_DIR, translation_unit
@@ -29,7 +30,7 @@ def test_instructions(isa: str, scheme: str, m: int) -> None:
     instruction = {"int8": of_bytes, "w4a8": of_nibbles}.get(scheme, of_floats)
     text = assembly(translation_unit([emit(Problem(192, 576, SCHEMES[scheme], m))]), ISAS[isa], [INCLUDE_DIR])
     found = re.findall(rf"^\s+{instruction}\s+.*{register}", text, re.MULTILINE)
-    assert len(found) >= 2, f"{len(found)} x {instruction}"
+    assert found, f"no {instruction} on {register} registers"
     calls = re.findall(r"^\s+(?:call\w*|bl)\s.*", text, re.MULTILINE)
     assert not calls, f"a kernel calls {calls}: something was not inlined"
 
@@ -40,3 +41,10 @@ def test_experts_are_inlined(isa: str) -> None:
     text = assembly(translation_unit([expert_cpu.emit(problem)]), ISAS[isa], [INCLUDE_DIR])
     calls = set(re.findall(r"^\s+(?:call\w*|bl)\s+(\S+)", text, re.MULTILINE))
     assert all("mem" in call for call in calls), calls
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no host cc")
+def test_the_host_compiler_takes_them_too() -> None:
+    """Where somebody asks for it; among others, gcc has its own view of vector types."""
+    kernels = [emit(Problem(192, 576, scheme, m)) for scheme in SCHEMES.values() for m in (1, 512)]
+    assert "linear_w4a8_n192_k576_mx" in assembly(translation_unit(kernels), host_isa(), [INCLUDE_DIR], "cc")
