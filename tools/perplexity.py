@@ -27,6 +27,7 @@ from ingot.compiler.quality import (
 )
 from ingot.runtime.cli.output import Progress, print_json, table
 from ingot.runtime.engine import Engine
+from ingot.runtime.engine_file import EngineFile
 from ingot.runtime.errors import IngotError, RequestError
 
 
@@ -50,6 +51,8 @@ def main() -> int:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    for path in arguments.engines:
+        EngineFile.open(path).close()  # a wrong path shows now, not after minutes
     tokens, prefix, source = _tokens(arguments)
     results = []
     if not arguments.no_reference:
