@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -43,13 +44,21 @@ _SIZES: dict[str, int] = {
     "image_token_index": 3, "vision_start_token_id": 6, "vision_end_token_id": 7, "kv_channels": _HEAD_DIM,
 }
 
+_GIVEN_WHERE_UNSET = ("head_dim", "num_experts_per_tok", "n_routed_experts", "pad_token_id", "bos_token_id",
+                      "eos_token_id", "moe_intermediate_size", "num_experts")
+"""Sizes that are chosen even where the default configuration leaves them open."""
+
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "num_global_key_value_heads",
              "swa_num_key_value_heads")
 
 
+_SPECIAL = yaml.safe_load(Path(__file__).with_name("small_models.yaml").read_text())
+"""Attributes that some classes need besides; what they are called and why stands there."""
+
+
 def small_config(model_type: str, **overrides: Any) -> PretrainedConfig:
     """overrides: attributes of the text part that are given instead of chosen."""
-    return _small(type(CONFIG_MAPPING[model_type]()), overrides)
+    return _small(CONFIG_MAPPING[model_type], {**_SPECIAL.get(model_type, {}), **overrides})
 
 
 def _small(config_class: type[PretrainedConfig], overrides: dict[str, Any]) -> PretrainedConfig:
@@ -66,8 +75,8 @@ def _small(config_class: type[PretrainedConfig], overrides: dict[str, Any]) -> P
     for name, value in values.items():
         if name in chosen:
             continue
-        if name in _SIZES and (isinstance(value, int) or name.endswith("token_id")) and not isinstance(value, bool):
-            chosen[name] = _SIZES[name] if value else value if name.endswith("window") else _SIZES[name]
+        if name in _SIZES and (type(value) is int or (value is None and name in _GIVEN_WHERE_UNSET)):
+            chosen[name] = _SIZES[name]
         elif name in _KV_HEADS and isinstance(value, int):
             chosen[name] = value if value == 1 else 2 if value != values.get("num_attention_heads") else _HEADS
     if "is_decoder" in values:

@@ -10,7 +10,7 @@ import torch.fx
 
 from ..ir.graph import Operand
 from ..ir.types import DType
-from .conversion import Context, aten, axes, axis, result_type
+from .conversion import SYMBOL, Context, aten, axes, axis, result_type
 
 
 def _reduce(c: Context, op: str, x: Operand, dims: Sequence[int] | int | None, keepdim: bool) -> str:
@@ -134,7 +134,14 @@ def _log_softmax(c: Context, node: torch.fx.Node, x: Operand, dim: int, *_: Any,
 
 @aten("cumsum")
 def _cumsum(c: Context, node: torch.fx.Node, x: Operand, dim: int, **kwargs: Any) -> str:
-    return c.emit("cumsum", c.cast(x, result_type(c, node).dtype), dim=axis(dim, len(c.shape(x))))
+    target, dim = result_type(c, node), axis(dim, len(c.shape(x)))
+    ones = c.builder.produced_by(x, "full")
+    if ones is not None and c.shape(x)[dim] == SYMBOL:
+        # How many tokens there are up to each one: positions that are counted from 1.
+        counted = c.emit("mul", c.cast(c.emit("add", "positions", 1), target.dtype), ones.attrs["value"])
+        shape = tuple(SYMBOL if i == dim else 1 for i in range(len(target.shape)))
+        return c.emit("expand", c.emit("reshape", counted, shape=shape), shape=target.shape)
+    return c.emit("cumsum", c.cast(x, target.dtype), dim=dim)
 
 
 @aten("topk")

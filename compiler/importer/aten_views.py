@@ -4,12 +4,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.fx
 
 from ..ir.graph import Operand
 from ..ir.infer import replaced
 from ..ir.types import Dim, make_dim, split_dim
+from ..weights.expr import literal
 from .conversion import INT32_MAX, SYMBOL, Context, Symbolic, aten, axes, axis, dim_of, dtype_of, result_type
 
 
@@ -81,6 +83,8 @@ def _slice(c: Context, node: torch.fx.Node, x: Operand, dim: int = 0, start: Any
            step: int = 1) -> str:
     shape = c.shape(x)
     dim = axis(dim, len(shape))
+    if c.is_constant(x) and start in (None, 0) and isinstance(end, Symbolic) and (end.dim, step) == (SYMBOL, 1):
+        return c.emit("take", x, "positions", dim=dim)  # the first T rows of a table: those of positions 0 to T - 1
     low, high = _bound(c, start, shape[dim], 0), _bound(c, end, shape[dim], shape[dim])
     if isinstance(low, int) and isinstance(high, int):
         high = max(low, high)
@@ -198,8 +202,14 @@ def _slice_scatter(c: Context, node: torch.fx.Node, x: Operand, src: Operand, di
     if (low, high, step) == (0, shape[dim], 1):
         return str(src)
     size = number_of_elements(c, x, dim, "an assignment to a part")
-    if step != 1 or not (isinstance(low, int) and isinstance(high, int)):
-        raise c.refuse(f"assignment to every {step}-th element is not supported")
+    assert isinstance(low, int) and isinstance(high, int), f"bounds {low}:{high} of an extent of {size}"
+    if step != 1:
+        replaced_ones = np.isin(np.arange(size), np.arange(low, high, step))
+        source = np.clip((np.arange(size) - low) // step, 0, None).astype(np.int32)
+        source = np.minimum(source, max(replaced_ones.sum() - 1, 0)).astype(np.int32)
+        spread = c.emit("take", src, c.builder.constant(literal(source), "spread"), dim=dim)
+        mask = replaced_ones.reshape([size if i == dim else 1 for i in range(len(shape))])
+        return c.emit("where", c.builder.constant(literal(mask), "replaced"), spread, x)
     pieces = [part(c, x, dim, 0, low), src, part(c, x, dim, high, size)]
     return c.emit("cat", *(p for p in pieces if c.shape(p)[dim] != 0), dim=dim)
 

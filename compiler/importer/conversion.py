@@ -108,7 +108,7 @@ def dtype_of(dtype: torch.dtype) -> DType:
     """Whatever the model computes in: floats are f32, integers i32."""
     if dtype == torch.bool:
         return DType.BOOL
-    return DType.F32 if dtype.is_floating_point else DType.I32
+    return DType.F32 if dtype.is_floating_point or dtype.is_complex else DType.I32
 
 
 def type_of(value: torch.Tensor, context: Context) -> TensorType:

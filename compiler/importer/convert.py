@@ -13,11 +13,14 @@ from ..ir.graph import Graph
 from ..ir.types import DType, TensorType
 from ..weights.expr import literal
 from . import aten_elementwise, aten_linear, aten_reduce, aten_views
+from .aten_complex import COMPLEX_CONVERSIONS, Complex, convert_complex
+from .attention_calls import AttentionCall, find_attention_calls
 from .builder import GraphBuilder
-from .conversion import CONVERSIONS, SYMBOL, Context, Symbolic, dim_of, operator_name, type_of
+from .conversion import CONVERSIONS, SYMBOL, Context, Symbolic, dim_of, operator_name, result_type, type_of
 from .export import Exported
-from .masks import MaskReader, UnknownMask, refusal
+from .masks import MaskMeaning, MaskReader, UnknownMask, refusal
 from .parameters import Parameters
+from .program_part import NOT_A_LEAF, part_of, run_part
 
 __all__ = ["aten_elementwise", "aten_linear", "aten_reduce", "aten_views", "convert"]
 
@@ -41,7 +44,8 @@ class _Converter:
         specs = self.program.graph_signature.input_specs
         self.specs = {spec.arg.name: spec for spec in specs}
         self.token_input, self.position_input = [s.arg.name for s in specs if s.kind == InputKind.USER_INPUT]
-        self.masks = MaskReader(self._buffers(), self.position_input)
+        self.attentions = find_attention_calls(self.program.graph)
+        self.masks = MaskReader(self._buffers(), self.position_input, exported.max_tokens)
 
     def graph(self) -> Graph:
         builder = self.context.builder
@@ -68,10 +72,7 @@ class _Converter:
             node = stack.pop()
             if node not in needed:
                 needed.add(node)
-                inputs = node.all_input_nodes
-                if operator_name(node) == "ingot.attention":
-                    inputs = [a for i, a in enumerate(node.args) if i != 3 and isinstance(a, torch.fx.Node)]
-                stack.extend(inputs)
+                stack.extend(self.attentions[node].inputs if node in self.attentions else node.all_input_nodes)
         return [n for n in self.program.graph.nodes if n in needed]
 
     def _convert(self, node: torch.fx.Node) -> None:
@@ -83,8 +84,9 @@ class _Converter:
         assert node.op == "call_function", f"{node.op} in a traced program"
         name = operator_name(node)
         value = node.meta.get("val")
-        if name == "ingot.attention":
-            self.values[node] = self._attention(node)
+        if node in self.attentions:
+            self.values[node] = self._attention(self.attentions[node])
+            self._check(node)
         elif isinstance(value, int | float | bool) and not isinstance(value, torch.SymInt):
             self.values[node] = value
         elif isinstance(value, torch.SymInt):
@@ -96,17 +98,37 @@ class _Converter:
             self._check(node)
 
     def _call(self, node: torch.fx.Node, name: str) -> Any:
-        if name not in CONVERSIONS:
-            raise self.context.refuse("this operator has no conversion")
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: self.values[n])
+        if (name in COMPLEX_CONVERSIONS and name not in CONVERSIONS) or any(isinstance(a, Complex) for a in args):
+            return convert_complex(self.context, node, args, kwargs)
+        if name in ("ingot.mask", "ingot.probe_indices"):
+            raise self.context.refuse("the mask is used by other means than attention: the model computes attention in "
+                                      "a way that is not recognised")
+        if name not in CONVERSIONS:
+            known = self._computed_now(node)
+            if known is None:
+                raise self.context.refuse("this operator has no conversion")
+            return known
         for argument in [*args, *kwargs.values()]:
             if isinstance(argument, Symbolic) and not _takes_sizes(name):
                 raise self.context.refuse("the number of tokens of a step is used as a value")
         return CONVERSIONS[name](self.context, node, *args, **kwargs)
 
+    def _computed_now(self, node: torch.fx.Node) -> str | None:
+        """The result of an operator that depends on nothing but constants of the program, as a literal."""
+        buffers = self._buffers()
+        part = part_of(node)
+        if any(n.op == "placeholder" and n.name not in buffers for n in part) or not isinstance(
+                result := run_part(part, lambda n: buffers[n.name] if n.op == "placeholder" else NOT_A_LEAF),
+                torch.Tensor):
+            return None
+        return self.context.builder.constant(literal(_as_array(result)), node.name)
+
     def _check(self, node: torch.fx.Node) -> None:
         """Each result has the type that the tracer recorded: a conversion that is wrong is found here."""
         value, recorded = self.values[node], node.meta["val"]
+        if isinstance(value, Complex):
+            value, recorded = (value.real, value.imaginary), (recorded, recorded)
         for name, tensor in zip(value, recorded, strict=False) if isinstance(value, tuple) else [(value, recorded)]:
             expected, got = type_of(tensor, self.context), self.context.type(name)
             assert expected == got, f"{operator_name(node)} gave {got}, traced as {expected}, in {origin(node)}"
@@ -147,24 +169,35 @@ class _Converter:
         values = {name: self._value_of(spec) for name, spec in self.specs.items()}
         return {name: value for name, value in values.items() if value is not None}
 
-    def _attention(self, node: torch.fx.Node) -> str:
+    def _attention(self, call: AttentionCall) -> str:
         c = self.context
-        q, k, v, mask, sinks, scale, softcap = node.args
         try:
-            meaning = self.masks.meaning(mask) if isinstance(mask, torch.fx.Node) else None
+            meaning = self.masks.meaning(call.masks) if call.masks else MaskMeaning()
         except UnknownMask as error:
             raise refusal(error, c.builder.origin) from error
-        tensors = []
-        for operand in (q, k, v):
-            name = self.values[operand]  # type: ignore[index]
-            tensors.append(c.emit("reshape", name, shape=c.shape(name)[1:]))
-        if isinstance(sinks, torch.fx.Node):
-            sink = self.values[sinks]
-            tensors.append(c.emit("reshape", sink, shape=(c.shape(tensors[0])[1],)))
-        out = c.emit("attention", *tensors, slot=self.num_attentions, scale=scale, softcap=softcap,
-                     window=meaning.window if meaning else 0, chunk=meaning.chunk if meaning else 0)
+        if not call.masks and not call.is_causal:
+            raise c.refuse("attention to later tokens is not supported: an engine generates token by token")
+        q, k, v = (self._by_token(call, node) for node in (call.q, call.k, call.v))
+        sinks = []
+        if call.sinks is not None:
+            sinks = [c.emit("reshape", self.values[call.sinks], shape=(c.shape(q)[1],))]
+        out = c.emit("attention", q, k, v, *sinks, slot=self.num_attentions, scale=call.scale, softcap=call.softcap,
+                     window=meaning.window, chunk=meaning.chunk)
         self.num_attentions += 1
-        return c.emit("reshape", out, shape=(1, *c.shape(out)))
+        if call.heads_last:
+            return c.emit("reshape", out, shape=(1, *c.shape(out)))
+        whole = c.emit("permute", out, dims=(1, 0, 2))
+        return c.emit("reshape", whole, shape=result_type(c, self.context.node).shape)
+
+    def _by_token(self, call: AttentionCall, node: torch.fx.Node) -> str:
+        """A query, key or value as [T, H, D]."""
+        c, name = self.context, self.values[node]
+        shape = c.shape(name)
+        if call.heads_last:
+            return c.emit("reshape", name, shape=shape[1:])
+        heads_first = c.emit("reshape", name, shape=shape[-3:])
+        dims = (2, 0, 1) if node is call.k and call.key_transposed else (1, 0, 2)
+        return c.emit("permute", heads_first, dims=dims)
 
 
 def _number_or_symbol(value: torch.SymInt, context: Context) -> int | Symbolic:

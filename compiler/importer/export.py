@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import logging
 import re
 import traceback
@@ -17,91 +16,134 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from .errors import ImportRefused
-from .interfaces import IMPLEMENTATION, tracing
-from .parameters import untie
+from .interfaces import FALLBACK_IMPLEMENTATIONS, IMPLEMENTATION, tracing
+from .token_guards import GuardLog, base_name
 
-MAX_TOKENS = 1 << 20
-"""Upper bound of the symbolic number of tokens; the tracer wants one."""
+_TRACED_TOKENS = 16
+_MAX_TOKENS = 1 << 20
+"""Upper bound of the symbolic number of tokens where nothing else bounds it; the tracer wants one."""
 
-# Kept whole instead of being decomposed: each is one operator of ours.
+# Kept whole instead of being decomposed: each is one operator of ours, or is recognised as a part of attention.
 _KEPT = ("aten.linear.", "aten.silu.", "aten.gelu.", "aten.layer_norm.", "aten.softmax.int", "aten.rms_norm.",
-         "aten.softplus.")
+         "aten.softplus.", "aten.matmul.", "aten.scaled_dot_product_attention.")
 
 
 @dataclass(frozen=True)
 class Exported:
-    """program: decomposed to core ATen. model: the module that was traced; its parameters are fake."""
+    """program: decomposed to core ATen. model: the module that was traced; its parameters are fake.
+
+    max_tokens: the program holds for sequences of up to so many tokens.
+    """
 
     program: torch.export.ExportedProgram
     model: PreTrainedModel
+    max_tokens: int
 
 
 class Step(torch.nn.Module):
-    """ids, positions [1, T] -> logits [1, T, V]."""
+    """ids, positions [1, T] -> logits [1, T, V].
+
+    The positions are not handed to the model: it numbers the tokens in its own way (some begin at 2, some do not take
+    positions at all), and the conversion puts the positions in where it counts from 0.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
-        self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        kwargs = {"position_ids": positions} if self.takes_positions else {}
         with tracing(positions):
-            return self.model(input_ids=ids, use_cache=False, **kwargs).logits
+            return self.model(input_ids=ids, use_cache=False).logits
 
 
-def build_model(config: PretrainedConfig, mode: FakeTensorMode) -> PreTrainedModel:
-    """The causal-LM class of the configuration, in f32, with fake parameters and real buffers."""
-    with _fake_parameters(mode), _quiet():
-        model = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), attn_implementation=IMPLEMENTATION, experts_implementation=IMPLEMENTATION,
-            dtype=torch.float32)
-    return model.eval()
+def export(config: PretrainedConfig, max_seq_len: int | None = None) -> Exported:
+    """max_seq_len: bounds the tokens, so that code which only longer sequences reach is no matter.
 
-
-def export(config: PretrainedConfig) -> Exported:
-    """Raises ImportRefused where the class cannot be built or traced, with the model's own source line."""
+    Raises ImportRefused where the class cannot be built or traced, with the model's own source line.
+    """
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     try:
         model = build_model(config, mode)
     except Exception as error:
         raise ImportRefused(f"{config.model_type}: transformers cannot build this configuration: {_place(error)}"
                             ) from error
-    untie(model)
     _mark_module_outputs(model)
-    with mode:
-        ids = torch.zeros(1, 16, dtype=torch.long)
-        positions = torch.zeros(1, 16, dtype=torch.long)
-    tokens = torch.export.Dim("T", min=2, max=MAX_TOKENS)
+    max_tokens = max(max_seq_len or _MAX_TOKENS, 2 * _TRACED_TOKENS)
     try:
-        with torch.no_grad(), _quiet():
-            program = torch.export.export(Step(model), (ids, positions), dynamic_shapes=({1: tokens}, {1: tokens}),
-                                          strict=False)
-            return Exported(program.run_decompositions(_decompositions()), model)
+        with torch.no_grad(), _quiet(), GuardLog() as guards:
+            program = _trace(model, mode, max_tokens)
     except ImportRefused:
         raise
     except Exception as error:
-        raise ImportRefused(f"{type(model).__name__} cannot be traced for any number of tokens: {_place(error)}"
-                            ) from error
+        _require_independent(model, guards, max_tokens, error)
+        raise ImportRefused(f"{type(model).__name__} cannot be traced: {_place(error)}") from error
+    _require_independent(model, guards, max_tokens, None)
+    return Exported(program, model, max_tokens)
+
+
+def _require_independent(model: PreTrainedModel, guards: GuardLog, max_tokens: int, cause: Exception | None) -> None:
+    places = guards.differing_places(max_tokens)
+    if places:
+        raise ImportRefused(f"{type(model).__name__} cannot be traced for any number of tokens: what it computes "
+                            f"depends on their number, at {', '.join(places[:3])}") from cause
+
+
+def _trace(model: PreTrainedModel, mode: FakeTensorMode, max_tokens: int) -> torch.export.ExportedProgram:
+    with mode:
+        ids = torch.zeros(1, _TRACED_TOKENS, dtype=torch.long)
+        positions = torch.zeros(1, _TRACED_TOKENS, dtype=torch.long)
+    tokens = torch.export.Dim("T", min=2, max=max_tokens)
+    program = torch.export.export(Step(model), (ids, positions), dynamic_shapes=({1: tokens}, {1: tokens}),
+                                  strict=False, prefer_deferred_runtime_asserts_over_guards=True)
+    table = torch.export.default_decompositions()
+    for operator in [op for op in table if any(str(op).startswith(name) for name in _KEPT)]:
+        table.pop(operator)
+    return program.run_decompositions(table)
+
+
+def build_model(config: PretrainedConfig, mode: FakeTensorMode) -> PreTrainedModel:
+    """The causal-LM class of the configuration, in f32, with fake parameters and real buffers."""
+    model = _build(config)
+    # On the device of the buffers, so that the model's own code sees one device.
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            with mode:
+                fake = torch.empty(parameter.shape, dtype=parameter.dtype)
+            module.register_parameter(name, torch.nn.Parameter(fake, requires_grad=False))
+    return model.eval()
+
+
+def _build(config: PretrainedConfig) -> PreTrainedModel:
+    """With our attention, or for a class that knows only transformers' own names, with one of those."""
+    first_error: Exception | None = None
+    for attention in (IMPLEMENTATION, *FALLBACK_IMPLEMENTATIONS):
+        try:
+            with _parameters_without_memory(), no_init_weights(), _quiet():
+                return AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=attention,
+                                                        experts_implementation=IMPLEMENTATION, dtype=torch.float32)
+        except (KeyError, ValueError) as error:
+            first_error = first_error or error
+    assert first_error is not None
+    raise first_error
 
 
 @contextlib.contextmanager
-def _fake_parameters(mode: FakeTensorMode) -> Iterator[None]:
-    """Every parameter that a module registers becomes a fake one; buffers stay what they are."""
+def _parameters_without_memory() -> Iterator[None]:
+    """Every parameter that a module registers goes to the meta device; buffers stay what they are."""
     register = torch.nn.Module.register_parameter
 
-    def register_fake(self: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
-        if param is not None and not isinstance(param.data, FakeTensor):
-            with mode:
-                param = torch.nn.Parameter(torch.empty(param.shape, dtype=param.dtype), requires_grad=False)
+    def register_meta(self: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = torch.nn.Parameter(param.data.to("meta"), requires_grad=False)
         register(self, name, param)
 
-    torch.nn.Module.register_parameter = register_fake
+    torch.nn.Module.register_parameter = register_meta
     try:
         yield
     finally:
@@ -122,13 +164,6 @@ def _quiet() -> Iterator[None]:
         finally:
             for logger, level in zip(loggers, levels, strict=True):
                 logger.setLevel(level)
-
-
-def _decompositions() -> dict[Any, Any]:
-    table = torch.export.default_decompositions()
-    for operator in [op for op in table if any(str(op).startswith(name) for name in _KEPT)]:
-        table.pop(operator)
-    return table
 
 
 def _mark_module_outputs(model: PreTrainedModel) -> None:
@@ -159,14 +194,9 @@ def _place(error: BaseException) -> str:
     """The message and the innermost line of model code that it comes from."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "transformers" in f.filename]
     modeling = [f for f in frames if "/models/" in f.filename] or frames
-    text = str(error).strip()
-    user_code = re.search(r'File "([^"]+/models/[^"]+)", line (\d+)', text)
-    message = re.sub(r"\x1b\[[0-9;]*m", "", text.split("\n")[0])[:300] or type(error).__name__
+    message = re.sub(r"\x1b\[[0-9;]*m", "", str(error).strip().split("\n")[0])[:300] or type(error).__name__
     if modeling:
         frame = modeling[-1]
-        return f"{message} ({_base(frame.filename)}:{frame.lineno}: {frame.line})"
-    return f"{message} ({_base(user_code[1])}:{user_code[2]})" if user_code else message
-
-
-def _base(path: str) -> str:
-    return path.rsplit("/", 1)[-1]
+        return f"{message} ({base_name(frame.filename)}:{frame.lineno}: {frame.line})"
+    user_code = re.search(r'File "([^"]+/models/[^"]+)", line (\d+)', str(error))
+    return f"{message} ({base_name(user_code[1])}:{user_code[2]})" if user_code else message

@@ -56,9 +56,9 @@ def _import(config: PretrainedConfig, checkpoint: Checkpoint | None, max_seq_len
     from .convert import convert
     from .export import export
     from .token_axis import check_token_axis
-    exported = export(config)
-    parameters = _parameters(exported.model, checkpoint)
     limit = max_seq_len or getattr(config.get_text_config(), "max_position_embeddings", None)
+    exported = export(config, limit)
+    parameters = _parameters(exported.model, checkpoint)
     graph, warnings = convert(exported, parameters, limit)
     check_token_axis(verify(graph))
     if parameters.unused:

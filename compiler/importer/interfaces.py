@@ -22,12 +22,16 @@ from .torch_ops import NAMESPACE
 IMPLEMENTATION = NAMESPACE
 """The name under which a model's configuration selects these functions."""
 
+FALLBACK_IMPLEMENTATIONS = ("sdpa", "eager")
+"""For classes that know only transformers' own names: torch's attention operator, or one that is written out."""
+
 _positions: ContextVar[torch.Tensor] = ContextVar("positions")
 
 _WITHOUT_EFFECT = frozenset({
     "dropout", "sliding_window", "is_causal", "position_ids", "cache_position", "output_attentions", "use_cache",
     "output_hidden_states", "return_dict", "layer_idx", "training", "deterministic", "past_key_values",
-    "output_router_logits", "position_embeddings", "token_type_ids", "input_ids", "num_items_in_batch",
+    "output_router_logits", "position_embeddings", "logits_to_keep", "token_type_ids", "input_ids",
+    "num_items_in_batch",
 })
 """Arguments that transformers' eager attention does not read either: a window, for one, stands in the mask."""
 
@@ -90,8 +94,13 @@ def tracing(positions: torch.Tensor) -> Iterator[None]:
     # A jump in the positions means another sequence; the attention operator knows sequences by itself.
     find_packed = transformers.masking_utils.find_packed_sequence_indices
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    own_masks = {name: ALL_MASK_ATTENTION_FUNCTIONS[name] for name in FALLBACK_IMPLEMENTATIONS}
+    for name in own_masks:
+        ALL_MASK_ATTENTION_FUNCTIONS[name] = mask
     try:
         yield
     finally:
+        for name, function in own_masks.items():
+            ALL_MASK_ATTENTION_FUNCTIONS[name] = function
         transformers.masking_utils.find_packed_sequence_indices = find_packed
         _positions.reset(token)

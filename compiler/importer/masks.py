@@ -13,10 +13,13 @@ import torch
 import torch.fx
 
 from .errors import ImportRefused
+from .program_part import NOT_A_LEAF, part_of, run_part
 from .torch_ops import NUM_PROBES
 
 _FAR = 1 << 24
 """A position beyond every window: a window that is wider than this is none."""
+
+_NEAR = 1 << 20
 
 _MATRIX_TOKENS = 640
 _LARGEST_MATRIX_TOKENS = 4096
@@ -42,82 +45,99 @@ class MaskMeaning:
         return seen
 
 
+@dataclass(frozen=True)
+class MaskTerm:
+    """One mask of an attention call: boolean (seen where true, or where false if inverted), or added to the scores."""
+
+    node: torch.fx.Node
+    inverted: bool = False
+
+
 class UnknownMask(Exception):
     """The mask is none that attention can express; the message says what was found."""
 
 
 class MaskReader:
-    """Reads the masks of one traced program. buffers: placeholder name -> value."""
+    """Reads the masks of one traced program. buffers: placeholder name -> value. max_tokens: it holds up to there."""
 
-    def __init__(self, buffers: dict[str, torch.Tensor], positions: str) -> None:
+    def __init__(self, buffers: dict[str, torch.Tensor], positions: str, max_tokens: int) -> None:
         self._buffers = buffers
         self._positions = positions
-        self._meanings: dict[torch.fx.Node, MaskMeaning] = {}
+        self._max_tokens = max_tokens
+        self._meanings: dict[tuple[MaskTerm, ...], MaskMeaning] = {}
 
-    def meaning(self, mask: torch.fx.Node) -> MaskMeaning:
-        """Raises UnknownMask."""
-        mask = _skip_views(mask)
-        if mask not in self._meanings:
-            if _is(mask, "ingot.mask"):
-                limit, visible = _FAR, self._probing(mask.all_input_nodes[0])
+    def meaning(self, masks: tuple[MaskTerm, ...]) -> MaskMeaning:
+        """Of all masks of a call together: seen is what each lets be seen. Raises UnknownMask."""
+        masks = tuple(MaskTerm(_skip_views(mask.node), mask.inverted) for mask in masks)
+        if masks not in self._meanings:
+            if len(masks) == 1 and _is(masks[0].node, "ingot.mask") and not masks[0].inverted:
+                self._meanings[masks] = self._meaning_of_function(masks[0].node.all_input_nodes[0])
             else:
-                limit, visible = self._matrix(mask)
-            self._meanings[mask] = read_meaning(visible, limit)
-        return self._meanings[mask]
+                limit, visible = self._matrix(masks)
+                self._meanings[masks] = read_meaning(visible, limit)
+        return self._meanings[masks]
 
-    def _probing(self, visible: torch.fx.Node) -> Visible:
+    def _meaning_of_function(self, visible: torch.fx.Node) -> MaskMeaning:
+        """A function of positions is asked about positions beyond every window; one that looks things up in a tensor
+        of the tokens, only as far as that is affordable."""
+        try:
+            return read_meaning(self._probing(visible, 2), _FAR)
+        except IndexError:
+            tokens = min(self._max_tokens, _NEAR)
+            return read_meaning(self._probing(visible, tokens), tokens - 1)
+
+    def _probing(self, visible: torch.fx.Node, tokens: int) -> Visible:
         """Runs the mask function's part of the program on pairs of positions, NUM_PROBES at a time."""
         def ask(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
             answers = []
             for begin in range(0, len(q), NUM_PROBES):
                 pair = [_padded(t[begin:begin + NUM_PROBES]) for t in (q, k)]
-                answers.append(self._run(visible, 2, pair)[:len(q) - begin])
+                answers.append(self._run(visible, tokens, pair)[:len(q) - begin])
             return torch.cat(answers)[:len(q)].to(torch.bool)
         return ask
 
-    def _matrix(self, mask: torch.fx.Node) -> tuple[int, Visible]:
-        """A mask that the model made itself, [.., T, T], looked at for more tokens than any number in its program."""
-        numbers = [abs(a) for node in _part(mask) for a in _scalars(node.args) if isinstance(a, int) and a < 2**31]
-        tokens = max([_MATRIX_TOKENS, *(2 * n + 3 for n in numbers)])
+    def _matrix(self, masks: tuple[MaskTerm, ...]) -> tuple[int, Visible]:
+        """Masks that the model made itself, [.., T, T], looked at for more tokens than any number in its program."""
+        numbers = [abs(a) for mask in masks for node in _part(mask.node) for a in _scalars(node.args)
+                   if isinstance(a, int) and abs(a) < 2**31]
+        tokens = min(max([_MATRIX_TOKENS, *(2 * n + 3 for n in numbers)]), self._max_tokens)
         if tokens > _LARGEST_MATRIX_TOKENS:
-            raise UnknownMask(f"a window of {max(numbers)} in a mask that the model computes as a matrix")
-        value = self._run(mask, tokens, None)
-        if value.shape[-2:] != (tokens, tokens):
-            raise UnknownMask(f"a mask of shape {list(value.shape)} for {tokens} tokens")
-        planes = _as_bool(value).reshape(-1, tokens, tokens)
-        if not (planes == planes[0]).all():
-            raise UnknownMask("a mask that differs between heads")
-        return tokens - 1, lambda q, k: planes[0][q, k]
+            raise UnknownMask(f"a number of {max(numbers)} in a mask that the model computes as a matrix")
+        seen = torch.ones(tokens, tokens, dtype=torch.bool)
+        for mask in masks:
+            value = _as_bool(self._run(mask.node, tokens, None), mask.inverted)
+            try:
+                planes = value.expand(*value.shape[:-2], tokens, tokens).reshape(-1, tokens, tokens)
+            except RuntimeError as error:
+                raise UnknownMask(f"a mask of shape {list(value.shape)} for {tokens} tokens") from error
+            if not (planes == planes[0]).all():
+                raise UnknownMask("a mask that differs between heads")
+            seen &= planes[0]
+        return tokens - 1, lambda q, k: seen[q, k]
 
     def _run(self, node: torch.fx.Node, tokens: int, pair: list[torch.Tensor] | None) -> torch.Tensor:
-        values: dict[torch.fx.Node, Any] = {}
-        for step in _part(node):
-            values[step] = self._value(step, values, tokens, pair)
-        result = values[node]
+        """A value for `tokens` tokens at positions 0, 1, ..; pair: the positions at which mask functions are asked."""
+        def leaf(step: torch.fx.Node) -> Any:
+            if step.op == "placeholder":
+                if step.name == self._positions:
+                    return torch.arange(tokens)[None]
+                if step.name not in self._buffers:
+                    raise UnknownMask(f"a mask that depends on the values of {step.name}")
+                return self._buffers[step.name]
+            if _is(step, "ingot.probe_indices"):
+                assert pair is not None
+                return tuple(pair)
+            if _is(step, "ingot.mask"):
+                q, k = torch.meshgrid(torch.arange(tokens), torch.arange(tokens), indexing="ij")
+                ask = self._probing(step.all_input_nodes[0], tokens)
+                return ask(q.reshape(-1), k.reshape(-1)).reshape(1, 1, tokens, tokens)
+            if "ingot." in str(step.target):
+                raise UnknownMask("a mask that depends on the model's activations")
+            return NOT_A_LEAF
+
+        result = run_part(_part(node), leaf)
         assert isinstance(result, torch.Tensor)
         return result
-
-    def _value(self, node: torch.fx.Node, values: dict[torch.fx.Node, Any], tokens: int,
-               pair: list[torch.Tensor] | None) -> Any:
-        if node.op == "placeholder":
-            if node.name == self._positions:
-                return torch.arange(tokens)[None]
-            if node.name not in self._buffers:
-                raise UnknownMask(f"a mask that depends on the values of {node.name}")
-            return self._buffers[node.name]
-        if _is(node, "ingot.probe_indices"):
-            assert pair is not None
-            return tuple(pair)
-        if _is(node, "ingot.mask"):
-            q, k = torch.meshgrid(torch.arange(tokens), torch.arange(tokens), indexing="ij")
-            ask = self._probing(node.all_input_nodes[0])
-            return ask(q.reshape(-1), k.reshape(-1)).reshape(1, 1, tokens, tokens)
-        if "ingot." in str(node.target):
-            raise UnknownMask("a mask that depends on the model's activations")
-        if _is(node, "aten.sym_size.int"):
-            return values[node.args[0]].shape[node.args[1]]  # type: ignore[index]
-        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
-        return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def read_meaning(visible: Visible, limit: int) -> MaskMeaning:
@@ -198,16 +218,8 @@ def _skip_views(mask: torch.fx.Node) -> torch.fx.Node:
 
 
 def _part(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """The nodes that a value depends on, in execution order; a mask marker's own program is run apart."""
-    needed: set[torch.fx.Node] = set()
-    stack = [node]
-    while stack:
-        current = stack.pop()
-        if current not in needed:
-            needed.add(current)
-            if not _is(current, "ingot.mask"):
-                stack.extend(current.all_input_nodes)
-    return [n for n in node.graph.nodes if n in needed]
+    """What a mask depends on; a marker's own program is run apart."""
+    return part_of(node, lambda n: _is(n, "ingot.mask"))
 
 
 def _scalars(args: Any) -> list[Any]:
@@ -220,10 +232,10 @@ def _padded(positions: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(positions, (0, NUM_PROBES - len(positions)))
 
 
-def _as_bool(mask: torch.Tensor) -> torch.Tensor:
+def _as_bool(mask: torch.Tensor, inverted: bool) -> torch.Tensor:
     """A boolean mask as it is; of one that is added to the scores, 0 means seen and hugely negative unseen."""
     if mask.dtype == torch.bool:
-        return mask
+        return ~mask if inverted else mask
     seen, unseen = mask == 0, mask < -1e4
     if not (seen | unseen).all():
         raise UnknownMask("a mask that adds values to the scores (a position bias)")

@@ -153,17 +153,6 @@ def _ties(model: PreTrainedModel) -> dict[str, str]:
     return dict(getattr(model, "all_tied_weights_keys", None) or {})
 
 
-def untie(model: PreTrainedModel) -> None:
-    """Gives tied parameters their own (fake) tensors, so that each has its name in the traced program. Whether they
-    share values is then a matter of their recipes: a checkpoint may hold both, and different ones."""
-    for target in _ties(model):
-        owner, _, name = target.rpartition(".")
-        module = model.get_submodule(owner)
-        parameter = getattr(module, name)
-        if isinstance(parameter, torch.nn.Parameter):
-            setattr(module, name, torch.nn.Parameter(torch.empty_like(parameter.data), requires_grad=False))
-
-
 def _converted(model: PreTrainedModel, first: str, converter: WeightConverter, sources: Mapping[str, list[str]],
                tensors: Tensors, where: str) -> dict[str, WeightExpr]:
     """The recipes of the parameters that one conversion makes."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..ir.graph import Node, Operand
+from ..ir.infer import broadcast_shapes
 from ..ir.types import Dim
 from ..weights.expr import permute as permute_expr
 from .builder import GraphBuilder, is_elementwise
@@ -28,6 +29,8 @@ def emit(b: GraphBuilder, op: str, inputs: Sequence[Operand], **attrs: Any) -> s
 
 def emit_all(b: GraphBuilder, op: str, inputs: Sequence[Operand], **attrs: Any) -> tuple[str, ...]:
     inputs = tuple(inputs)
+    if is_elementwise(op) and len(inputs) > 1:
+        inputs = _with_literals(b, inputs)
     same = _identity(b, op, inputs, attrs)
     if same is not None:
         return (same,)
@@ -37,6 +40,18 @@ def emit_all(b: GraphBuilder, op: str, inputs: Sequence[Operand], **attrs: Any) 
         return (_permute(b, inputs[0], tuple(attrs["dims"])),)
     sunk = _sink_permute(b, op, inputs, attrs)
     return sunk if sunk is not None else b.add(op, inputs, **attrs)
+
+
+def _with_literals(b: GraphBuilder, inputs: tuple[Operand, ...]) -> tuple[Operand, ...]:
+    """A value that is the same number everywhere becomes a literal, if another operand has the result's shape."""
+    fulls = [b.produced_by(i, "full") for i in inputs]
+    shapes = [b.type_of(i).shape for i in inputs]
+    others = [b.types[i].shape for full, i in zip(fulls, inputs, strict=True) if full is None and isinstance(i, str)]
+    if not others:
+        return inputs
+    whole = broadcast_shapes(shapes)
+    return tuple(full.attrs["value"] if full is not None and whole in others else i
+                 for full, i in zip(fulls, inputs, strict=True))
 
 
 def _identity(b: GraphBuilder, op: str, inputs: tuple[Operand, ...], attrs: dict[str, Any]) -> str | None:

@@ -56,7 +56,7 @@ class _Rules:
             return rule()
         if self.node.op.startswith("reduce_"):
             return self._reduce()
-        if self.node.op in ("softmax", "cumsum", "sort", "topk", "argmax", "gather", "scatter", "cat", "slice"):
+        if self.node.op in ("softmax", "cumsum", "sort", "topk", "argmax", "scatter", "cat", "slice"):
             return self._along_one_dim()
         if self.node.op in ("linear", "rms_norm", "layer_norm"):
             return self._over_last_dim()
@@ -132,6 +132,14 @@ class _Rules:
         if isinstance(self.node.attrs["length"], str):
             raise _Mixed("counts the tokens of the step instead of taking their positions")
         return None
+
+    def _gather(self) -> TokenAxis | None:
+        x, index = (self._of(i) for i in self.node.inputs)
+        if x is not None and x != index:
+            raise _Mixed("each token meets every other")
+        if x is not None and x.axis == self.node.attrs["dim"]:
+            raise _Mixed("looks tokens up among the tokens")
+        return index
 
     def _embedding(self) -> TokenAxis | None:
         table, ids = self.node.inputs
