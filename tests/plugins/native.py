@@ -27,6 +27,9 @@ ALL_ISAS = [*HOST_ISAS, *(
     for isa in ISAS.values() if isa.machine == "aarch64" != platform.machine())]
 """And, among the slow tests, those that only an emulator can run here."""
 
+MATRIX_ISAS = [*ALL_ISAS, *(isa.name for isa in host_isas() if isa.name not in HOST_ISAS)]
+"""The products of integers have code of their own for VNNI."""
+
 
 _COUNTS = ("num_tokens", "num_seqs", "num_logits", "max_blocks")
 _ARRAYS = ("token_ids", "positions", "token_seq", "logit_rows", "query_start", "context_len", "block_table")

@@ -4,17 +4,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ingot.compiler.cpu.isa import host_isas
 from ingot.plugins.embedding.cpu import emit
 from ingot.plugins.embedding.reference import reference
 from ingot.plugins.linear.pack import pack
 from ingot.plugins.scheme import SCHEMES, Scheme
-from tests.plugins.native import Library, Step, aligned, placed
+from tests.plugins.native import MATRIX_ISAS, Library, Step, aligned, placed
 
 WIDTHS = [1, 31, 64, 100]
 
 
-@pytest.fixture(scope="module", params=[isa.name for isa in host_isas()])
+@pytest.fixture(scope="module", params=MATRIX_ISAS)
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Library:
     kernels = [emit(k, scheme) for k in WIDTHS for scheme in SCHEMES.values()]
     return Library(kernels, request.param, tmp_path_factory.mktemp(request.param))

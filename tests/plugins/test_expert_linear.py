@@ -4,12 +4,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ingot.compiler.cpu.isa import host_isas
 from ingot.plugins.expert_linear.cpu import Problem, emit, expert_bytes, pack_experts
 from ingot.plugins.expert_linear.reference import reference
 from ingot.plugins.quantize.reference import quantize
 from ingot.plugins.scheme import SCHEMES, Scheme
-from tests.plugins.native import Library, Step, aligned, placed
+from tests.plugins.native import MATRIX_ISAS, Library, Step, aligned, placed
 
 EXPERTS, CHOICES, N, K = 6, 3, 40, 100
 BUCKETS = {1: 1, 8: 5, 4096: 1500}
@@ -19,7 +18,7 @@ FUSED = {True: 8, False: 2}
 """Whether x is shared -> the largest bucket for which a kernel quantizes its input itself."""
 
 
-@pytest.fixture(scope="module", params=[isa.name for isa in host_isas()])
+@pytest.fixture(scope="module", params=MATRIX_ISAS)
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Library:
     kernels = [emit(problem(scheme, m, shared, bias=m == 8)) for scheme in SCHEMES.values() for m in BUCKETS
                for shared in (True, False)]

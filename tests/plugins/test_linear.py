@@ -4,14 +4,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ingot.compiler.cpu.isa import host_isas
 from ingot.plugins.linear.cpu import Problem, emit
 from ingot.plugins.linear.pack import pack
 from ingot.plugins.linear.reference import reference
 from ingot.plugins.quantize import cpu as quantize_cpu
 from ingot.plugins.quantize.reference import quantize
 from ingot.plugins.scheme import SCHEMES, Scheme
-from tests.plugins.native import Library, Step, aligned, placed
+from tests.plugins.native import MATRIX_ISAS, Library, Step, aligned, placed
 
 SHAPES = [(1, 640), (17, 31), (33, 1), (1000, 64), (576, 576), (40, 1536)]
 SCHEME_LIST = [*SCHEMES.values(), Scheme("int8", 8, 8, 0)]
@@ -37,7 +36,7 @@ def problems() -> list[Problem]:
     return plain + with_options + strided
 
 
-@pytest.fixture(scope="module", params=[isa.name for isa in host_isas()])
+@pytest.fixture(scope="module", params=MATRIX_ISAS)
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Library:
     kernels = [emit(p) for p in problems()]
     kernels += [quantize_cpu.emit(k, s) for _, k in [*SHAPES, (N, K)] for s in SCHEME_LIST if s.is_integer]

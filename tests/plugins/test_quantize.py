@@ -4,17 +4,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ingot.compiler.cpu.isa import host_isas
 from ingot.plugins.quantize.cpu import emit
 from ingot.plugins.quantize.reference import quantize, quantize_values, row_bytes
 from ingot.plugins.scheme import Scheme
-from tests.plugins.native import Library, Step, aligned, placed
+from tests.plugins.native import MATRIX_ISAS, Library, Step, aligned, placed
 
 WIDTHS = [1, 31, 32, 64, 100, 576, 1000]
 SCHEMES = [Scheme(name, bits, 8, group) for name, bits in (("int8", 8), ("w4a8", 4)) for group in (0, 32, 64, 128)]
 
 
-@pytest.fixture(scope="module", params=[isa.name for isa in host_isas()])
+@pytest.fixture(scope="module", params=MATRIX_ISAS)
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Library:
     kernels = [emit(k, scheme) for k in WIDTHS for scheme in SCHEMES]
     kernels += [emit(100, SCHEMES[0], "L", 128), emit(100, SCHEMES[0], "3*T")]
