@@ -125,7 +125,7 @@ def _overlapping_parts(parts: Sequence[WeightExpr], begin: int, end: int) -> lis
         if low < high:
             pieces.append(row_slice(part, low, high))
         offset += part.shape[0]
-    return pieces
+    return pieces or [row_slice(parts[0], 0, 0)]
 
 
 def _rows_of_operand(operand: WeightExpr | int | float | bool, result: WeightExpr, begin: int, end: int,
