@@ -3,9 +3,9 @@ from __future__ import annotations
 
 import platform
 from dataclasses import dataclass
-from pathlib import Path
 
 from ingot.runtime.errors import RequestError
+from ingot.runtime.host import cpu_features
 
 
 @dataclass(frozen=True)
@@ -49,15 +49,6 @@ ISAS: dict[str, CpuIsa] = {
 }
 
 
-def cpu_flags(cpuinfo: str) -> frozenset[str]:
-    """The feature words of /proc/cpuinfo ("flags" on x86, "Features" on Arm)."""
-    for line in cpuinfo.splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() in ("flags", "Features"):
-            return frozenset(value.split())
-    return frozenset()
-
-
 def runnable_isas(machine: str, flags: frozenset[str]) -> list[CpuIsa]:
     """The instruction sets that such a machine can run, the most capable last."""
     return [isa for isa in ISAS.values() if isa.machine == machine and isa.required <= flags]
@@ -65,9 +56,7 @@ def runnable_isas(machine: str, flags: frozenset[str]) -> list[CpuIsa]:
 
 def host_isas() -> list[CpuIsa]:
     """The instruction sets that this machine can run, the most capable last; empty if it can run none."""
-    cpuinfo = Path("/proc/cpuinfo")
-    text = cpuinfo.read_text() if cpuinfo.exists() else ""
-    return runnable_isas(platform.machine(), cpu_flags(text))
+    return runnable_isas(platform.machine(), cpu_features())
 
 
 def host_isa() -> CpuIsa:

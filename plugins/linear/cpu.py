@@ -64,15 +64,18 @@ def emit(problem: Problem) -> CpuKernel:
                        f"ingot_quantize(args[0], rows, {row_count(p.rows)}, {p.k}, {p.x_stride or p.k}, "
                        f"{p.scheme.weight_bits}, {p.scheme.act_group}, 0, 1);\n")
     bias, residual = "args[3]" if p.bias else "NULL", f"args[{3 + p.bias}]" if p.residual else "NULL"
+    tile, max_rows, panels, k_step = tile_arguments(p.scheme, p.size_class, p.k)
+    if p.residual:
+        k_step = str(p.k)  # y may be the residual: it cannot hold sums on the way
     body = (f"{prepare}const ingot_matmul job = {{.x = {source}, .x_stride = {stride}, .share = 1, .w = args[1],\n"
             f"                          .y = args[2], .bias = {bias}, .residual = {residual},\n"
             f"                          .n = {p.n}, .k = {p.k}}};\n"
-            f"ingot_linear({tile_arguments(p.scheme, p.size_class, p.k)}, &job, {row_count(p.rows)},\n"
+            f"ingot_linear({tile}, {max_rows}, {panels}, {k_step}, &job, {row_count(p.rows)},\n"
             f"             {block_rows(p.scheme, p.k)}, worker, num_workers);")
     return CpuKernel(_symbol(p), "linear/linear.h", body)
 
 
-def tile_arguments(scheme: Scheme, size_class: int, k: int) -> str:
+def tile_arguments(scheme: Scheme, size_class: int, k: int) -> tuple[str, str, str, str]:
     """The C words for: tile function, its largest rows and panels, channels of K at a time.
 
     With few tokens the weights come from memory, and do so fastest as one stream. In bf16 they come as two, since a
@@ -81,9 +84,9 @@ def tile_arguments(scheme: Scheme, size_class: int, k: int) -> str:
     rows = "1" if size_class == 1 else "INGOT_ROWS"
     if not scheme.is_integer:
         panels = ("2" if scheme.weight_bits == 16 else "1") if size_class == 1 else "INGOT_PANELS"
-        return f"ingot_tile_{scheme.name}, {rows}, {panels}, {'INGOT_FLOAT_K_STEP' if size_class == 0 else k}"
+        return f"ingot_tile_{scheme.name}", rows, panels, "INGOT_FLOAT_K_STEP" if size_class == 0 else str(k)
     tile = f"ingot_tile_{scheme.name}" + ("_row" if scheme.weight_bits == 8 and scheme.act_group == 0 else "")
-    return f"{tile}, {rows}, {'INGOT_PANELS' if size_class == 0 else 1}, {k}"
+    return tile, rows, "INGOT_PANELS" if size_class == 0 else "1", str(k)
 
 
 def block_rows(scheme: Scheme, k: int) -> int:

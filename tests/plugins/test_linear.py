@@ -8,7 +8,7 @@ from ingot.plugins.linear.cpu import Problem, emit
 from ingot.plugins.linear.pack import pack
 from ingot.plugins.linear.reference import reference
 from ingot.plugins.quantize import cpu as quantize_cpu
-from ingot.plugins.quantize.reference import quantize
+from ingot.plugins.quantize.reference import quantize, row_bytes
 from ingot.plugins.scheme import SCHEMES, Scheme
 from tests.plugins.native import MATRIX_ISAS, Library, Step, aligned, placed
 
@@ -18,8 +18,8 @@ BUCKETS = {1: 1, 8: 7, 64: 45}
 """Tokens of a bucket -> tokens of the step: not full, and tiles of every size take part."""
 
 OPTIONS = [(True, True), (False, True)]
-N, K = 40, 100
-"""The shape that options are tried on: neither is a multiple of anything."""
+N, K = 40, 1100
+"""The shape that options are tried on: neither is a multiple of anything, K more than floats take at a time."""
 
 
 def buckets(n: int) -> dict[int, int]:
@@ -128,7 +128,7 @@ def test_nan_and_infinity_are_not_lost(library: Library, scheme: Scheme, bad: fl
     n, k = 576, 576
     w, x = make_weights(n, k), make_input(7, k)
     x[4, 300] = bad
-    source = aligned((7, 1024), np.uint8)
+    source = aligned((7, row_bytes(k, scheme)), np.uint8)
     if scheme.is_integer:
         library.run(quantize_cpu.emit(k, scheme), Step.of_tokens(7), x, source)
     y = aligned((7, n), fill=0)

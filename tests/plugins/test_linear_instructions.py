@@ -15,9 +15,9 @@ from ingot.plugins.scheme import SCHEMES
 
 # instruction set -> register prefix of its vectors, instruction for: float, int8, w4a8
 EXPECTED = {
-    "x86-64-v3": ("%ymm", "vfmadd231ps", "vpmaddwd", "vpmaddubsw"),
-    "x86-64-v4": ("%zmm", "vfmadd231ps", "vpmaddwd", "vpmaddubsw"),
-    "x86-64-v4-vnni": ("%zmm", "vfmadd231ps", "vpdpbusd", "vpdpbusd"),
+    "x86-64-v3": ("%ymm", r"vfmadd\d+ps", "vpmaddwd", "vpmaddubsw"),
+    "x86-64-v4": ("%zmm", r"vfmadd\d+ps", "vpmaddwd", "vpmaddubsw"),
+    "x86-64-v4-vnni": ("%zmm", r"vfmadd\d+ps", "vpdpbusd", "vpdpbusd"),
     "aarch64-dotprod": ("v", "fmla", "sdot", "sdot"),
 }
 
