@@ -7,25 +7,28 @@ from ingot.plugins.attention import cpu as attention_cpu
 from ingot.plugins.embedding import cpu as embedding_cpu
 from ingot.plugins.expert_linear import cpu as experts_cpu
 from ingot.plugins.linear import cpu as linear_cpu
+from ingot.plugins.matmul import cpu as matmul_cpu
 from ingot.plugins.norm import cpu as norm_cpu
 from ingot.plugins.quantize import cpu as quantize_cpu
 from ingot.plugins.rope import cpu as rope_cpu
 from ingot.plugins.scheme import SCHEMES
+from ingot.plugins.select import cpu as select_cpu
 
-from ..ir.graph import Node
+from ..errors import CannotCompile
 from ..fusion import c_emit
+from ..ir.graph import Node
 from ..plan.plan import NULL, Arg
 from .lower import Lowering
 from .weights import Packing
 
-FUSED_QUANTIZE_TOKENS = 2
-"""Up to so many tokens a linear kernel quantizes its input itself: each worker repeats the work, which costs less than
+FUSED_QUANTIZE_ROWS = 2
+"""Up to so many rows a linear kernel quantizes its input itself: each worker repeats the work, which costs less than
 the launch that it saves."""
 
 
 def _quantize(low: Lowering, node: Node) -> None:
     x, scheme = node.values[0], SCHEMES[node.attrs["scheme"]]
-    if low.tokens <= FUSED_QUANTIZE_TOKENS and all(user.op == "linear" for user in low.users(node.output)):
+    if low.count(low.rows(x)) <= FUSED_QUANTIZE_ROWS and all(user.op == "linear" for user in low.users(node.output)):
         low.defer(node.output, x)
         return
     kernel = quantize_cpu.emit(low.width(x), scheme, str(low.rows(x)), low.stride(x))
@@ -58,6 +61,8 @@ def _expert_linear(low: Lowering, node: Node) -> None:
 
 def _embedding(low: Lowering, node: Node) -> None:
     w, ids = node.values
+    if low.rows_of_tokens(ids) != 1:
+        raise CannotCompile(f"embedding of {low.type(ids)}: the kernel looks up one id a token\n  in {node.origin}")
     scheme = SCHEMES[node.attrs.get("scheme", "fp32")]
     kernel = embedding_cpu.emit(low.width(w), scheme)
     args = [low.arg(ids), low.weight(w, Packing(scheme.name)), low.output(node.output)]
@@ -76,7 +81,7 @@ def _add_norm(low: Lowering, node: Node) -> None:
     x, r, *parameters = node.values
     y, s = node.outputs
     problem = norm_cpu.Norm(node.op.removeprefix("add_"), low.rows(x), low.width(x), node.attrs["eps"])
-    sum_arg = low.in_place(s, r) or low.in_place(s, x) or low.output(s)
+    sum_arg = low.in_place(s, r, beside=parameters) or low.in_place(s, x, beside=parameters) or low.output(s)
     args = [low.arg(x), low.arg(r), *_optional(low, parameters), low.output(y), sum_arg]
     low.launch(node, norm_cpu.add_norm(problem), args, {y: 4, s: 5})
 
@@ -88,7 +93,7 @@ def _optional(low: Lowering, parameters: list[str]) -> list[Arg]:
 
 def _rope_kv_write(low: Lowering, node: Node) -> None:
     q, k, v, cos, sin, *norms = node.values
-    q_out = low.in_place(node.outputs[0], q) or low.output(node.outputs[0])
+    q_out = low.in_place(node.outputs[0], q, beside=node.values[1:]) or low.output(node.outputs[0])
     problem = rope_cpu.Rope(
         q_heads=int(low.type(q).shape[1]), kv_heads=int(low.type(k).shape[1]), key_dim=low.width(q),
         value_dim=low.width(v), block_size=low.block_size, kv_dtype=node.attrs["dtype"].value, rotary=low.width(cos),
@@ -102,7 +107,7 @@ def _rope_kv_write(low: Lowering, node: Node) -> None:
 
 def _rope(low: Lowering, node: Node) -> None:
     x, cos, sin = node.values
-    out = low.in_place(node.output, x) or low.output(node.output)
+    out = low.in_place(node.output, x, beside=(cos, sin)) or low.output(node.output)
     problem = rope_cpu.Rope(
         q_heads=int(low.type(x).shape[1]), kv_heads=0, key_dim=low.width(x), value_dim=0, block_size=low.block_size,
         rotary=low.width(cos), interleaved=node.attrs.get("interleaved", False), q_stride=low.token_stride(x))
@@ -137,6 +142,55 @@ def _attention(low: Lowering, node: Node) -> None:
     low.launch(node, attention_cpu.attention_combine(problem), [scratch, sink, out], {node.output: 2})
 
 
+def _softmax(low: Lowering, node: Node) -> None:
+    x, = node.values
+    kernel = select_cpu.softmax(low.rows(x), low.width(x))
+    low.launch(node, kernel, [low.arg(x), low.in_place(node.output, x) or low.output(node.output)], {node.output: 1})
+
+
+def _cumsum(low: Lowering, node: Node) -> None:
+    x, = node.values
+    kernel = select_cpu.cumsum(low.rows(x), low.width(x), low.type(x).dtype.value)
+    low.launch(node, kernel, [low.arg(x), low.in_place(node.output, x) or low.output(node.output)], {node.output: 1})
+
+
+def _argmax(low: Lowering, node: Node) -> None:
+    x, = node.values
+    kernel = select_cpu.argmax(low.rows(x), low.width(x), low.type(x).dtype.value)
+    low.launch(node, kernel, [low.arg(x), low.output(node.output)], {node.output: 1})
+
+
+def _topk(low: Lowering, node: Node) -> None:
+    """And sort, which is a topk of all."""
+    x, (values, indices) = node.values[0], node.outputs
+    if node.op == "topk":
+        largest, k = node.attrs.get("largest", True), node.attrs["k"]
+    else:
+        largest, k = node.attrs.get("descending", False), low.width(x)
+    kernel = select_cpu.topk(low.rows(x), low.width(x), k, largest, low.type(x).dtype.value)
+    args = [low.arg(x), low.output(values), low.output(indices)]
+    low.launch(node, kernel, args, {values: 1, indices: 2})
+
+
+def _scatter(low: Lowering, node: Node) -> None:
+    x, index, source = node.values
+    rows = [low.type(value).shape[:-1] for value in node.values if low.type(value).shape]
+    if any(shape != rows[0] for shape in rows):
+        raise CannotCompile(f"scatter into {low.type(x)} of {low.type(source)} by {low.type(index)}: the kernel takes "
+                            f"all of them with the same rows\n  in {node.origin}")
+    kernel = select_cpu.scatter(low.rows(x), low.width(x), low.width(index),
+                                low.width(source) if low.type(source).shape else 0, low.type(x).dtype.size_bytes)
+    out = low.in_place(node.output, x, beside=(index, source)) or low.output(node.output)
+    args = [low.arg(x), low.arg(index), low.arg(source), out]
+    low.launch(node, kernel, args, {node.output: 3})
+
+
+def _matmul(low: Lowering, node: Node) -> None:
+    a, b = node.values
+    kernel = matmul_cpu.matmul(matmul_cpu.Matmul(low.type(a).shape, low.type(b).shape))
+    low.launch(node, kernel, [low.arg(a), low.arg(b), low.output(node.output)], {node.output: 2})
+
+
 def _loop(low: Lowering, node: Node) -> None:
     kernel = c_emit.emit(node, [low.type(value) for value in node.values])
     args = [*map(low.arg, node.values), low.output(node.output)]
@@ -156,5 +210,12 @@ EMITTERS: dict[str, Callable[[Lowering, Node], None]] = {
     "rope_kv_write": _rope_kv_write,
     "kv_write": _kv_write,
     "attention": _attention,
+    "softmax": _softmax,
+    "cumsum": _cumsum,
+    "argmax": _argmax,
+    "topk": _topk,
+    "sort": _topk,
+    "scatter": _scatter,
+    "matmul": _matmul,
     "loop": _loop,
 }

@@ -5,13 +5,14 @@ that kernels read in place by its row stride.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ingot.plugins.kernel import CpuKernel
 
+from ..errors import CannotCompile
 from ..ir.graph import Graph, Node
-from ..ir.types import Dim, DType, TensorType, concrete, extent, product
+from ..ir.types import Dim, DType, TensorType, concrete, extent, product, split_dim
 from ..plan.memory import Life, plan_arena
 from ..plan.plan import Arg, Bucket, Launch, Output, Write
 from .weights import RAW, Packing, WeightTable
@@ -66,10 +67,17 @@ class Lowering:
         self.places = {}
         for self.position, node in enumerate(self.graph.nodes):
             if not self._is_view(node):
-                self.emitters[node.op](self, node)
+                self._emit(node)
             for name in node.outputs:
                 self._alias(node, name)
         return self._bucket()
+
+    def _emit(self, node: Node) -> None:
+        if node.op not in self.emitters:
+            types = ", ".join(str(self.type(value)) for value in node.values)
+            raise CannotCompile(f"{node.op}({types}): CPU targets have no kernel for this operator\n"
+                                f"  in {node.origin or 'an operation without a name'}")
+        self.emitters[node.op](self, node)
 
     # --- what emitters ask ---
 
@@ -97,9 +105,17 @@ class Lowering:
         offset = place.offset * self.type(value).dtype.size_bytes
         return Arg(place.arg.kind, place.arg.name, place.arg.offset + offset, place.arg.part)
 
+    def rows_of_tokens(self, value: str) -> Dim:
+        """How many elements of the value belong to one token, if it has some for each; else a symbol."""
+        factor, symbol = split_dim(product(self.type(value).shape))
+        return factor if symbol == "T" else product(self.type(value).shape)
+
     def stride(self, value: str) -> int:
         """Elements from one row (of the last dimension) to the next."""
-        return self.place(value).stride or self.width(value)
+        stride = self.place(value).stride
+        assert stride is None or sum(dim != 1 for dim in self.type(value).shape) <= 2, (
+            f"{value} {self.type(value)}: rows within rows that are {stride} elements apart")
+        return stride or self.width(value)
 
     def token_stride(self, value: str) -> int:
         """Elements from one token to the next, for a value [T, …]."""
@@ -132,11 +148,15 @@ class Lowering:
         self.places[value] = Place(Arg("value", value))
         return Arg("value", value)
 
-    def in_place(self, value: str, source: str) -> Arg | None:
-        """Let `value` take over the memory of `source` if nothing reads that any more, and it is as large."""
+    def in_place(self, value: str, source: str, beside: Sequence[str] = ()) -> Arg | None:
+        """Let `value` take over the memory of `source` if nothing reads that any more, and it is as large.
+
+        beside: what else the launch reads, in another order than it writes; it must lie elsewhere.
+        """
         place = self.places.get(source)
         if place is None or place != Place(Arg("value", place.arg.name)) \
                 or self.last_reader.get(place.arg.name, -1) > self.position \
+                or any(self.buffer(other) == place.arg.name for other in beside) \
                 or self.sizes.get(place.arg.name) != self._bytes(self.type(value)):
             return None
         self.places[value] = place
@@ -158,8 +178,9 @@ class Lowering:
         return found
 
     def defer(self, value: str, source: str) -> None:
-        """Make no `value`: its readers take `source` and compute it themselves."""
+        """Make no `value`: its readers take `source`, which has to live as long, and compute it themselves."""
         self._deferred[value] = source
+        self.last_reader[self.buffer(source)] = max(self.last_reader[self.buffer(source)], self.last_reader[value])
 
     def deferred(self, value: str) -> str | None:
         """What to read in the place of a value that was not made."""

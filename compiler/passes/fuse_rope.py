@@ -1,11 +1,11 @@
 """Fuse what stands between the q/k/v projection and attention into one launch."""
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from ..ir.graph import Graph, Node, Operand
-from ..ir.types import TensorType
-from .match import Matcher, eliminate_dead_code
+from .match import Matcher, eliminate_dead_code, rebuilt
 
 
 def fuse_rope_kv_write(graph: Graph) -> Graph:
@@ -15,73 +15,52 @@ def fuse_rope_kv_write(graph: Graph) -> Graph:
     node stands where attention stood, so that all its inputs exist.
     """
     m = Matcher(graph)
-    fused: dict[str, list[Node]] = {}  # output of the attention -> nodes before it
+    nodes: list[Node] = []
     gone: set[str] = set()
-    types: dict[str, TensorType] = {}
-    renamed: dict[str, str] = {}
     for node in graph.nodes:
         write = m.node(node.inputs[1], "kv_write") if node.op == "attention" else None
         # A cache that a later layer reads too is written by its first reader alone.
-        if write is None or m.uses(write.outputs[0]) != 1 or not isinstance(node.inputs[0], str):
-            continue
-        q, k = _prepared(m, node.inputs[0]), _prepared(m, write.inputs[0])
-        if q is None or k is None or (q.cos, q.sin, q.attrs) != (k.cos, k.sin, k.attrs) or q.eps != k.eps \
-                or (q.norm is None) != (k.norm is None):
-            continue
-        shaped, inputs = [], []
-        for source, like in ((q.source, node.inputs[0]), (k.source, write.values[0])):
-            name = f"{node.output}.{'q' if not inputs else 'k'}"
-            types[name] = m.type(like)
-            shaped.append(Node("reshape", (source,), (name,), {"shape": m.type(like).shape}, node.origin))
-            inputs.append(name)
-        out = f"{node.output}.q_rope"
-        types[out] = m.type(node.inputs[0])
-        norms = () if q.norm is None or k.norm is None else (q.norm, k.norm)
-        attrs = {**q.attrs, "slot": write.attrs["slot"], "dtype": write.attrs["dtype"]}
-        if norms:
-            attrs["eps"] = q.eps
-        fused[node.output] = [*shaped, Node("rope_kv_write", (*inputs, write.inputs[1], q.cos, q.sin, *norms),
-                                            (out, *write.outputs), attrs, node.origin)]
-        gone.update(write.outputs)
-        renamed[node.output] = out
-    nodes: list[Node] = []
-    for node in graph.nodes:
-        if node.op == "kv_write" and node.outputs[0] in gone:
-            continue
-        if node.outputs[0] in fused:
-            nodes.extend(fused[node.outputs[0]])
-            node = Node(node.op, (renamed[node.outputs[0]], *node.inputs[1:]), node.outputs, node.attrs, node.origin)
-        nodes.append(node)
-    return eliminate_dead_code(graph.rebuilt(nodes, types=types))
+        fused = _fused(m, node, write) if write is not None and m.uses(write.outputs[0]) == 1 else []
+        if write is not None and fused:
+            gone.add(write.outputs[0])
+            node = replace(node, inputs=(fused[-1].outputs[0], *node.inputs[1:]))
+        nodes += [*fused, node]
+    return eliminate_dead_code(rebuilt(graph, [node for node in nodes if not (
+        node.op == "kv_write" and node.outputs[0] in gone)]))
+
+
+def _fused(m: Matcher, attention: Node, write: Node) -> list[Node]:
+    """The nodes that take the place of those before an attention, rope_kv_write the last; none if they don't fit."""
+    q, k = _prepared(m, attention.inputs[0]), _prepared(m, write.inputs[0])
+    if q is None or k is None or (q.factors, q.attrs) != (k.factors, k.attrs) or (q.norm is None) != (k.norm is None):
+        return []
+    out, origin = attention.output, attention.origin
+    shapes = m.type(attention.inputs[0]).shape, m.type(write.inputs[0]).shape
+    heads = [Node("reshape", (part.source,), (f"{out}.{name}",), {"shape": shape}, origin)
+             for name, part, shape in zip("qk", (q, k), shapes, strict=True)]
+    norms = () if q.norm is None or k.norm is None else (q.norm, k.norm)
+    attrs = {**q.attrs, "slot": write.attrs["slot"], "dtype": write.attrs["dtype"]}
+    inputs = (heads[0].output, heads[1].output, write.inputs[1], *q.factors, *norms)
+    return [*heads, Node("rope_kv_write", inputs, (f"{out}.q_rope", *write.outputs), attrs, origin)]
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    """rope([rms_norm] source): where the values come from, and how they are prepared."""
+    """rope([rms_norm] source): where the values come from, and how they are prepared. attrs: of both operators."""
 
-    source: str
-    cos: Operand
-    sin: Operand
-    attrs: dict[str, object]
-    norm: str | None
-    eps: float
+    source: Operand
+    factors: tuple[Operand, Operand]
+    norm: Operand | None
+    attrs: dict[str, Any]
 
 
-def _prepared(m: Matcher, value: str) -> _Prepared | None:
-    rope = m.node(_skip(m, value), "rope")
+def _prepared(m: Matcher, value: Operand) -> _Prepared | None:
+    rope = m.node(m.through_reshapes(value), "rope")
     if rope is None or m.uses(rope.output) != 1:
         return None
-    source, cos, sin = rope.values
-    inner = _skip(m, source)
-    norm = m.node(inner, "rms_norm")
-    if norm is not None and len(norm.values) == 2 and m.uses(norm.output) == 1 \
+    source, cos, sin = rope.inputs
+    norm = m.node(m.through_reshapes(source), "rms_norm")
+    if norm is not None and len(norm.inputs) == 2 and m.uses(norm.output) == 1 \
             and m.type(norm.output).shape[-1] == m.type(source).shape[-1]:
-        return _Prepared(norm.values[0], cos, sin, dict(rope.attrs), norm.values[1], norm.attrs["eps"])
-    return _Prepared(source, cos, sin, dict(rope.attrs), None, 0.0)
-
-
-def _skip(m: Matcher, value: str) -> str:
-    """What the value is a reshape of."""
-    while (node := m.node(value, "reshape")) is not None:
-        value = node.values[0]
-    return value
+        return _Prepared(norm.inputs[0], (cos, sin), norm.inputs[1], {**rope.attrs, "eps": norm.attrs["eps"]})
+    return _Prepared(source, (cos, sin), None, dict(rope.attrs))

@@ -6,6 +6,7 @@ from typing import Any
 from ..ir.graph import Graph, Node
 from ..ir.op import OPS
 from ..ir.types import DType, TensorType, make_dim, split_dim
+from .match import rebuilt
 
 _ROWWISE = {"linear", "rms_norm", "layer_norm", "softmax", "reshape"}
 
@@ -25,25 +26,21 @@ def gather_logits(graph: Graph) -> Graph:
     rows = graph.types[cut].shape.index("T")
     assert all(dim == 1 for dim in graph.types[cut].shape[:rows]), f"{cut} is {graph.types[cut]}"
 
-    types = dict(graph.types)
-    types["logit_rows"] = TensorType(("L",), DType.I32)
     gathered = f"{cut}.rows"
-    types[gathered] = _rows(graph.types[cut])
     renamed = {cut: gathered}
     gather = Node("gather_rows", (cut, "logit_rows"), (gathered,), {"dim": rows}, tail[-1].origin if tail else "")
     new_tail = []
     for node in reversed(tail):
-        outputs = tuple(f"{name}.rows" for name in node.outputs)
-        renamed.update(zip(node.outputs, outputs, strict=True))
-        types.update({new: _rows(graph.types[old]) for old, new in zip(node.outputs, outputs, strict=True)})
         inputs = tuple(renamed.get(i, i) if isinstance(i, str) else i for i in node.inputs)
-        new_tail.append(Node(node.op, inputs, outputs, _row_attrs(node.attrs), node.origin))
+        made = tuple(f"{name}.rows" for name in node.outputs)
+        renamed.update(zip(node.outputs, made, strict=True))
+        new_tail.append(Node(node.op, inputs, made, _row_attrs(node.attrs), node.origin))
     outputs = [renamed.get(name, name) for name in graph.outputs]
     probes = {label: renamed.get(value, value) if value != cut else value for label, value in graph.probes.items()}
     moved = {name for node in tail for name in node.outputs}
     kept = [node for node in graph.nodes if not moved.intersection(node.outputs)]
-    return graph.rebuilt([*kept, gather, *new_tail], types=types, outputs=outputs, probes=probes,
-                         inputs=[*graph.inputs, "logit_rows"])
+    return rebuilt(graph, [*kept, gather, *new_tail], outputs=outputs, probes=probes,
+                   inputs={"logit_rows": TensorType(("L",), DType.I32)})
 
 
 def _single_row_input(graph: Graph, node: Node) -> str | None:
@@ -58,10 +55,6 @@ def _single_row_input(graph: Graph, node: Node) -> str | None:
     lost = "T" not in result or any(dim != 1 for dim in (*shape[:axis], *result[:result.index("T")]))
     mixes_rows = node.op == "softmax" and node.attrs["dim"] % len(shape) == axis
     return None if lost or mixes_rows else rows[0]
-
-
-def _rows(type_: TensorType) -> TensorType:
-    return TensorType(tuple(_row_dim(dim) for dim in type_.shape), type_.dtype)
 
 
 def _row_dim(dim: Any) -> Any:

@@ -1,11 +1,13 @@
 """What rewriting passes need to look at a graph: producers, use counts, and a few predicates."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from ..ir.graph import Graph, Node, Operand, Renamer
+from ..ir.graph import Graph, Node, Operand
 from ..ir.types import TensorType
+from ..ir.verify import infer_types
+from ..weights.expr import WeightExpr, literal_value
 
 
 class Matcher:
@@ -21,7 +23,7 @@ class Matcher:
         for value in graph.outputs:
             self._uses[value] = self._uses.get(value, 0) + 1
 
-    def node(self, value: Operand, *ops: str) -> Node | None:
+    def node(self, value: Operand | None, *ops: str) -> Node | None:
         """The node that makes the value, if it is one of these operators."""
         node = self._producers.get(value) if isinstance(value, str) else None
         return node if node is not None and (not ops or node.op in ops) else None
@@ -36,6 +38,35 @@ class Matcher:
     def is_constant(self, value: Operand) -> bool:
         return isinstance(value, str) and value in self.graph.constants
 
+    def number(self, value: Operand) -> float | None:
+        """A literal, or a constant of one element that the model computed from its configuration."""
+        if not isinstance(value, str):
+            return float(value)
+        expr = self.graph.constants.get(value)
+        if expr is None or expr.op != "literal" or math.prod(expr.shape) != 1:
+            return None
+        return float(literal_value(expr).reshape(-1)[0])
+
+    def is_row(self, value: Operand, like: Operand) -> bool:
+        """Whether the value is a constant [D] or [1, .., 1, D], with the D of `like` [.., D]."""
+        shape, whole = self.type(value).shape, self.type(like).shape
+        return self.is_constant(value) and len(shape) <= len(whole) and shape[-1:] == whole[-1:] \
+            and all(dim == 1 for dim in shape[:-1])
+
+    def as_row(self, value: Operand, node: Node) -> tuple[Operand, list[Node]]:
+        """Such a constant as [D], and the nodes that make it so, for a rule that replaces `node`."""
+        shape = self.type(value).shape
+        if len(shape) == 1:
+            return value, []
+        name = f"{node.output}.row"
+        return name, [Node("reshape", (value,), (name,), {"shape": shape[-1:]}, node.origin)]
+
+    def through_reshapes(self, value: Operand) -> Operand:
+        """What the value is a reshape of: the same elements in the same order."""
+        while (node := self.node(value, "reshape")) is not None:
+            value = node.inputs[0]
+        return value
+
     def split(self, node: Node, test: Callable[[Operand], bool]) -> tuple[Operand, Operand] | None:
         """For a binary node: (the operand that passes the test, the other), whichever side it stands on."""
         first, second = node.inputs
@@ -44,36 +75,33 @@ class Matcher:
         return (first, second) if test(first) else None
 
 
-def rewrite(graph: Graph, rule: Callable[[Matcher, Node], Iterable[Node] | None]) -> Graph:
+Rule = Callable[[Matcher, Node], Sequence[Node] | None]
+
+
+def rewrite(graph: Graph, rule: Rule) -> Graph:
     """One walk over the nodes in order: `rule` returns the nodes that take a node's place, or None to keep it.
 
     A replacement keeps the names of the outputs that others read; rules look at the graph as it was before the walk.
-    New values carry their types in the replacing node's attrs under "_types" (see `typed`).
     """
     matcher = Matcher(graph)
     nodes: list[Node] = []
-    types: dict[str, TensorType] = {}
     for node in graph.nodes:
         replacement = rule(matcher, node)
-        for new in [node] if replacement is None else replacement:
-            new_types = new.attrs.get("_types")
-            if new_types:
-                types.update(new_types)
-                new = replace(new, attrs={k: v for k, v in new.attrs.items() if k != "_types"})
-            nodes.append(new)
-    return eliminate_dead_code(graph.rebuilt(nodes, types=types))
+        nodes.extend([node] if replacement is None else replacement)
+    return eliminate_dead_code(rebuilt(graph, nodes))
 
 
-def typed(node: Node, **types: TensorType) -> Node:
-    """The node, with the types of values that it introduces."""
-    return node.with_attrs(_types=types)
-
-
-def substitute(graph: Graph, renames: Renamer) -> Graph:
-    """The graph with every use of a renamed value replaced; definitions stay until dead code goes."""
-    probes = {label: renames.name(value) for label, value in graph.probes.items()}
-    outputs = [renames.name(value) for value in graph.outputs]
-    return graph.rebuilt([renames.node(node) for node in graph.nodes], outputs=outputs, probes=probes)
+def rebuilt(graph: Graph, nodes: Iterable[Node], *, constants: Mapping[str, WeightExpr] | None = None,
+            inputs: Mapping[str, TensorType] | None = None, outputs: Sequence[str] | None = None,
+            probes: Mapping[str, str] | None = None) -> Graph:
+    """The graph with other nodes. The types of new values are inferred. constants, inputs: those that are added."""
+    nodes = tuple(nodes)
+    types = {**graph.types, **(inputs or {}), **{name: expr.type for name, expr in (constants or {}).items()}}
+    for node in nodes:
+        if any(name not in types for name in node.outputs):
+            types.update(zip(node.outputs, infer_types(node, types), strict=True))
+    return graph.rebuilt(nodes, types=types, constants=constants, outputs=outputs, probes=probes,
+                         inputs=[*graph.inputs, *(inputs or {})])
 
 
 def eliminate_dead_code(graph: Graph) -> Graph:

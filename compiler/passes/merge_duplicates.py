@@ -12,7 +12,8 @@ def merge_duplicates(graph: Graph) -> Graph:
 
     The rotary factors of all layers, and the reshapes that passes put around what they raise.
     """
-    renames, first, nodes = Renamer(), {}, []
+    renames, nodes = Renamer(), []
+    first: dict[Key, Node] = {}
     for original in graph.nodes:
         node = renames.node(original)
         key = _key(node)

@@ -4,8 +4,8 @@ from __future__ import annotations
 import numpy as np
 
 from ..ir.graph import Graph, Node
-from ..ir.types import TensorType
 from ..weights.expr import WeightExpr, concat, literal
+from .match import rebuilt
 
 
 def merge_linears(graph: Graph) -> Graph:
@@ -20,11 +20,11 @@ def merge_linears(graph: Graph) -> Graph:
             groups.setdefault((node.values[0], node.attrs.get("scheme", "")), []).append(node)
     merged: dict[str, list[Node]] = {}  # output of the first member -> nodes that take its place
     gone: set[str] = set()
-    constants, types = dict(graph.constants), dict(graph.types)
+    constants: dict[str, WeightExpr] = {}
     for members in groups.values():
         if len(members) < 2:
             continue
-        merged[members[0].output] = _merge(graph, members, constants, types)
+        merged[members[0].output] = _merge(graph, members, constants)
         gone.update(node.output for node in members[1:])
     nodes: list[Node] = []
     for node in graph.nodes:
@@ -32,27 +32,24 @@ def merge_linears(graph: Graph) -> Graph:
             nodes.extend(merged[node.outputs[0]])
         elif node.outputs[0] not in gone:
             nodes.append(node)
-    return graph.rebuilt(nodes, constants=constants, types=types)
+    return rebuilt(graph, nodes, constants=constants)
 
 
-def _merge(graph: Graph, members: list[Node], constants: dict[str, WeightExpr], types: dict[str, TensorType],
-           ) -> list[Node]:
+def _merge(graph: Graph, members: list[Node], constants: dict[str, WeightExpr]) -> list[Node]:
+    """The nodes that replace the members; `constants` gains the merged matrix and bias."""
     first = members[0]
     stem = "+".join(node.values[1] for node in members)
     widths = [int(graph.types[node.output].shape[-1]) for node in members]
     inputs = [first.values[0], stem]
-    constants[stem] = concat([constants[node.values[1]] for node in members], 0)
-    types[stem] = constants[stem].type
+    constants[stem] = concat([graph.constants[node.values[1]] for node in members], 0)
     if any(len(node.values) > 2 for node in members):
         bias = f"{stem}.bias"
         constants[bias] = concat([
-            constants[node.values[2]] if len(node.values) > 2 else literal(np.zeros(width, np.float32))
+            graph.constants[node.values[2]] if len(node.values) > 2 else literal(np.zeros(width, np.float32))
             for node, width in zip(members, widths, strict=True)], 0)
-        types[bias] = constants[bias].type
         inputs.append(bias)
     shape = graph.types[first.output].shape
     output = "+".join(node.output for node in members)
-    types[output] = TensorType((*shape[:-1], sum(widths)))
     nodes = [Node("linear", tuple(inputs), (output,), first.attrs, first.origin)]
     start = 0
     for node, width in zip(members, widths, strict=True):

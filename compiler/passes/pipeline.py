@@ -17,6 +17,7 @@ from .fuse_add_norm import fuse_add_norm
 from .fuse_rope import fuse_rope_kv_write
 from .gather_logits import gather_logits
 from .insert_quantize import insert_quantize
+from .last_dim import bring_last
 from .match import eliminate_dead_code
 from .merge_duplicates import merge_duplicates
 from .merge_linears import merge_linears
@@ -38,6 +39,8 @@ def cpu_pipeline(precision: Precision, kv: str) -> list[Pass]:
         ("raise_linear", raise_linear),
         ("raise_norms", raise_norms),
         ("raise_rope", raise_rope),
+        ("bring_last", bring_last),
+        ("fold_constants", fold_constants),
         ("merge_duplicates", merge_duplicates),
         ("gather_logits", gather_logits),
         ("assign_precision", partial(assign_precision, precision=precision)),

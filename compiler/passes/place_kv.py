@@ -4,7 +4,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..ir.graph import Graph, Node
-from ..ir.types import DType, TensorType
+from ..ir.types import DType
+from .match import rebuilt
 
 
 def place_kv(graph: Graph, kv_dtype: DType) -> Graph:
@@ -14,7 +15,6 @@ def place_kv(graph: Graph, kv_dtype: DType) -> Graph:
     k and v share a slot, written once. Slots are numbered in order of execution.
     """
     nodes: list[Node] = []
-    types: dict[str, TensorType] = {}
     slots: dict[tuple[str, str], tuple[int, str, str]] = {}
     for node in graph.nodes:
         if node.op != "attention":
@@ -24,9 +24,8 @@ def place_kv(graph: Graph, kv_dtype: DType) -> Graph:
         if (k, v) not in slots:
             slot = len(slots)
             cached_k, cached_v = f"kv{slot}.k", f"kv{slot}.v"
-            types[cached_k], types[cached_v] = graph.types[k], graph.types[v]
             nodes.append(Node("kv_write", (k, v), (cached_k, cached_v), {"slot": slot, "dtype": kv_dtype}, node.origin))
             slots[k, v] = slot, cached_k, cached_v
         slot, cached_k, cached_v = slots[k, v]
         nodes.append(replace(node, inputs=(q, cached_k, cached_v, *sinks), attrs={**node.attrs, "slot": slot}))
-    return graph.rebuilt(nodes, types=types)
+    return rebuilt(graph, nodes)

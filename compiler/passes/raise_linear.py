@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from ..ir.graph import Graph, Node
 from ..weights.expr import permute
-from .match import Matcher, rewrite
+from .match import Matcher, rebuilt, rewrite
 
 
 def raise_linear(graph: Graph) -> Graph:
@@ -15,16 +15,14 @@ def raise_linear(graph: Graph) -> Graph:
 
 
 def _transpose_weights(graph: Graph) -> Graph:
-    constants, types, nodes = dict(graph.constants), dict(graph.types), []
+    transposed, nodes = {}, []
     for node in graph.nodes:
         weight = node.inputs[1] if node.op == "matmul" else None
-        if isinstance(weight, str) and weight in constants and len(types[weight].shape) == 2:
-            name = f"{weight}.T"
-            constants[name] = permute(constants[weight], (1, 0))
-            types[name] = replace(types[weight], shape=types[weight].shape[::-1])
-            node = Node("linear", (node.inputs[0], name), node.outputs, {}, node.origin)
+        if isinstance(weight, str) and weight in graph.constants and len(graph.types[weight].shape) == 2:
+            transposed[f"{weight}.T"] = permute(graph.constants[weight], (1, 0))
+            node = Node("linear", (node.inputs[0], f"{weight}.T"), node.outputs, {}, node.origin)
         nodes.append(node)
-    return graph.rebuilt(nodes, constants=constants, types=types)
+    return rebuilt(graph, nodes, constants=transposed)
 
 
 def _bias(m: Matcher, node: Node) -> list[Node] | None:
@@ -32,7 +30,7 @@ def _bias(m: Matcher, node: Node) -> list[Node] | None:
         return None
     for bias, value in (node.inputs, node.inputs[::-1]):
         linear = m.node(value, "linear")
-        if linear is not None and len(linear.inputs) == 2 and m.uses(linear.output) == 1 and m.is_constant(bias) \
-                and m.type(bias).shape == m.type(value).shape[-1:]:
-            return [replace(linear, inputs=(*linear.inputs, bias), outputs=node.outputs)]
+        if linear is not None and len(linear.inputs) == 2 and m.uses(linear.output) == 1 and m.is_row(bias, value):
+            row, nodes = m.as_row(bias, node)
+            return [*nodes, replace(linear, inputs=(*linear.inputs, row), outputs=node.outputs)]
     return None

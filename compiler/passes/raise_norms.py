@@ -10,7 +10,8 @@ from .match import Matcher, rewrite
 def raise_norms(graph: Graph) -> Graph:
     """x / sqrt(mean(x²) + eps) [· w] -> rms_norm(x[, w]);  the same of x - mean(x) -> layer_norm.
 
-    Weights of the form 1 + w are folded into the constant before this pass.
+    Weights of the form 1 + w are folded into the constant before this pass; a weight [1, .., D] becomes [D] when
+    constants are folded after it.
     """
     for rule in (_rms_norm, _norm_weight, _center, _norm_weight, _layer_norm_bias):
         graph = rewrite(graph, rule)
@@ -32,25 +33,26 @@ def _rms_norm(m: Matcher, node: Node) -> list[Node] | None:
     eps_sum = m.node(root, "add")
     if eps_sum is None:
         return None
-    parts = m.split(eps_sum, lambda operand: isinstance(operand, float))
+    parts = m.split(eps_sum, lambda operand: m.number(operand) is not None)
     if parts is None:
         return None
-    eps, mean_value = parts
+    eps, mean_value = m.number(parts[0]), parts[1]
     mean = m.node(mean_value, "reduce_mean")
     if mean is None or not _over_last_dim(m, mean) or not _is_square_of(m, mean.inputs[0], x):
         return None
-    return [Node("rms_norm", (x,), node.outputs, {"eps": float(eps)}, node.origin)]
+    return [Node("rms_norm", (x,), node.outputs, {"eps": eps}, node.origin)]
 
 
 def _inverse_root(m: Matcher, value: Operand) -> Operand | None:
     """v if the value is 1 / sqrt(v)."""
     if rsqrt := m.node(value, "rsqrt"):
         return rsqrt.inputs[0]
-    if (power := m.node(value, "pow")) and power.inputs[1] == -0.5:
+    if (power := m.node(value, "pow")) and m.number(power.inputs[1]) == -0.5:
         return power.inputs[0]
     if (inverse := m.node(value, "reciprocal")) and (sqrt := m.node(inverse.inputs[0], "sqrt")):
         return sqrt.inputs[0]
-    if (quotient := m.node(value, "div")) and quotient.inputs[0] == 1 and (sqrt := m.node(quotient.inputs[1], "sqrt")):
+    if (quotient := m.node(value, "div")) and m.number(quotient.inputs[0]) == 1 \
+            and (sqrt := m.node(quotient.inputs[1], "sqrt")):
         return sqrt.inputs[0]
     return None
 
@@ -59,7 +61,7 @@ def _is_square_of(m: Matcher, value: Operand, x: Operand) -> bool:
     power = m.node(value, "pow", "mul")
     if power is None or power.inputs[0] != x:
         return False
-    return power.inputs[1] == 2 if power.op == "pow" else power.inputs[1] == x
+    return m.number(power.inputs[1]) == 2 if power.op == "pow" else power.inputs[1] == x
 
 
 def _over_last_dim(m: Matcher, node: Node) -> bool:
@@ -73,10 +75,9 @@ def _norm_weight(m: Matcher, node: Node) -> list[Node] | None:
         return None
     for weight, value in (node.inputs, node.inputs[::-1]):
         norm = m.node(value, "rms_norm", "layer_norm")
-        if norm is None or len(norm.inputs) != 1 or m.uses(norm.output) != 1 or not m.is_constant(weight):
-            continue
-        if m.type(weight).shape == m.type(value).shape[-1:]:
-            return [replace(norm, inputs=(norm.inputs[0], weight), outputs=node.outputs, origin=norm.origin)]
+        if norm is not None and len(norm.inputs) == 1 and m.uses(norm.output) == 1 and m.is_row(weight, value):
+            row, nodes = m.as_row(weight, node)
+            return [*nodes, replace(norm, inputs=(norm.inputs[0], row), outputs=node.outputs)]
     return None
 
 
@@ -100,7 +101,7 @@ def _layer_norm_bias(m: Matcher, node: Node) -> list[Node] | None:
         return None
     for bias, value in (node.inputs, node.inputs[::-1]):
         norm = m.node(value, "layer_norm")
-        if norm is not None and len(norm.inputs) == 2 and m.uses(norm.output) == 1 and m.is_constant(bias) \
-                and m.type(bias).shape == m.type(value).shape[-1:]:
-            return [replace(norm, inputs=(*norm.inputs, bias), outputs=node.outputs)]
+        if norm is not None and len(norm.inputs) == 2 and m.uses(norm.output) == 1 and m.is_row(bias, value):
+            row, nodes = m.as_row(bias, node)
+            return [*nodes, replace(norm, inputs=(*norm.inputs, row), outputs=node.outputs)]
     return None
