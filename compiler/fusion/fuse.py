@@ -9,7 +9,7 @@ from ..ir.registry import OPS
 from ..ir.types import Dim, DType, TensorType
 from ..ir.verify import operand_type
 from ..weights.expr import literal_value
-from .expr import ZERO, Expr, add, const, index, load, times
+from .expr import ZERO, Expr, add, bounds, const, index, load, times
 from .placement import AcceptsStrided, Placement, is_fused, place_values, through_reshapes
 from .views import Index, UnknownIndex, broadcast_index, permuted_index, reshaped_index, sliced_index
 
@@ -147,10 +147,23 @@ class _LoopBuilder:
         source, picks = node.values
         dim, rank = node.attrs["dim"], len(self.graph.types[picks].shape)
         if node.op == "gather":
-            chosen = self._element(picks, at)
-            return self._element(source, (*at[:dim], chosen, *at[dim + 1:]))
-        chosen = self._element(picks, at[dim:dim + rank])
+            rank, chosen = 1, self._element(picks, at)
+        else:
+            chosen = self._element(picks, at[dim:dim + rank])
+        chosen = self._from_start(chosen, picks, self.graph.types[source].shape[dim])
         return self._element(source, (*at[:dim], chosen, *at[dim + rank:]))
+
+    def _from_start(self, chosen: Expr, picks: str, size: Dim) -> Expr:
+        """A negative index counts from the end."""
+        if chosen.op == "const" and isinstance(size, int):
+            return const(int(chosen.value) % size)
+        low, _ = bounds(chosen, self.extents)
+        made = self.producers.get(picks)
+        never = picks in self.graph.inputs or (made is not None and made.op in ("topk", "sort", "argmax"))
+        if never or not isinstance(size, int) or (low is not None and low >= 0):
+            return chosen
+        is_negative = Expr("lt", (chosen, ZERO), None, DType.BOOL)
+        return Expr("where", (is_negative, add(chosen, const(size)), chosen), None, DType.I32)
 
     def _elementwise(self, node: Node, at: Index) -> Expr:
         args = []

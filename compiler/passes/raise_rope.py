@@ -36,11 +36,15 @@ def raise_rope(graph: Graph) -> Graph:
     constants: dict[str, WeightExpr] = {}
     for node in graph.nodes:
         for value in node.values if OPS[node.op].kind == "structured" else ():
-            # The arithmetic stands below the reshapes that only fit the reader.
-            while (view := reader.producers.get(value)) is not None and view.op == "reshape":
-                value = view.values[0]
-            if value not in rotated and (found := reader.rotation(value)) is not None:
-                rotated[value] = found.nodes(graph, reader.producers[value], constants)
+            # The arithmetic may stand below reshapes that only fit the reader.
+            while value not in rotated:
+                found = reader.rotation(value)
+                if found is not None:
+                    rotated[value] = found.nodes(graph, reader.producers[value], constants)
+                elif (view := reader.producers.get(value)) is not None and view.op == "reshape":
+                    value = view.values[0]
+                else:
+                    break
     nodes = [new for node in graph.nodes for new in rotated.get(node.outputs[0], [node])]
     return eliminate_dead_code(rebuilt(graph, nodes, constants=constants))
 

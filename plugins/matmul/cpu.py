@@ -37,7 +37,7 @@ def matmul(problem: Matmul) -> CpuKernel:
     p = problem
     rank = len(p.batch)
     a, b = _strides(p.a_shape, p.a_strides), _strides(p.b_shape, p.b_strides)
-    lines = [f"const ingot_matmul s = {{.m = {rows_in_c(p.a_shape[-2])}, .n = {rows_in_c(p.b_shape[-1])}, "
+    lines = [f"const ingot_product s = {{.m = {rows_in_c(p.a_shape[-2])}, .n = {rows_in_c(p.b_shape[-1])}, "
              f".k = {rows_in_c(p.a_shape[-1])},",
              f"    .a_row = {a[-2]}, .a_col = {a[-1]}, .b_row = {b[-2]}, .b_col = {b[-1]}}};",
              f"const int items = ingot_matmul_items(s), batch = {' * '.join(map(_paren, p.batch)) or '1'};",

@@ -8,20 +8,20 @@
 typedef struct {
     int m, n, k;
     ptrdiff_t a_row, a_col, b_row, b_col;
-} ingot_matmul;
+} ingot_product;
 
 #define MATMUL_ROWS (8 * GEMM_ROWS) /* of c in one item of work */
 #define MATMUL_DEPTH 256            /* of b in one panel */
 #define MATMUL_PANEL (MATMUL_DEPTH * GEMM_COLUMNS)
 
-INGOT_INLINE int ingot_matmul_row_blocks(ingot_matmul s) { return (s.m + MATMUL_ROWS - 1) / MATMUL_ROWS; }
-INGOT_INLINE int ingot_matmul_items(ingot_matmul s) {
+INGOT_INLINE int ingot_matmul_row_blocks(ingot_product s) { return (s.m + MATMUL_ROWS - 1) / MATMUL_ROWS; }
+INGOT_INLINE int ingot_matmul_items(ingot_product s) {
     return ingot_matmul_row_blocks(s) * ((s.n + GEMM_COLUMNS - 1) / GEMM_COLUMNS);
 }
 
 /* Rows [begin, end) of c times `vectors` vectors of columns, the last with `last` lanes. */
 INGOT_INLINE void ingot_matmul_columns(int begin, int end, int vectors, int last, int depth, const float *a,
-                                       const float *b, ptrdiff_t b_row, float *c, const float *scale, ingot_matmul s) {
+                                       const float *b, ptrdiff_t b_row, float *c, const float *scale, ingot_product s) {
     int i = begin;
     for (; i + GEMM_ROWS <= end; i += GEMM_ROWS) {
         ingot_gemm_vectors(GEMM_ROWS, vectors, last, depth, a + i * s.a_row, s.a_row, s.a_col, b, b_row,
@@ -34,7 +34,7 @@ INGOT_INLINE void ingot_matmul_columns(int begin, int end, int vectors, int last
 }
 
 /* One block of c. panel: MATMUL_PANEL floats, for a part of b whose columns do not lie side by side. */
-INGOT_INLINE void ingot_matmul_item(const float *a, const float *b, float *c, int item, ingot_matmul s, float *panel) {
+INGOT_INLINE void ingot_matmul_item(const float *a, const float *b, float *c, int item, ingot_product s, float *panel) {
     static const float keep[GEMM_ROWS] = {1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f};
     int begin = item % ingot_matmul_row_blocks(s) * MATMUL_ROWS, j = item / ingot_matmul_row_blocks(s) * GEMM_COLUMNS;
     int end = begin + MATMUL_ROWS < s.m ? begin + MATMUL_ROWS : s.m;

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from ingot.compiler.ir.types import Dim, DType, make_dim, product, split_dim
-from tests.compiler.fusion.loop_runner import Builder
+from tests.compiler.graphs import Builder
 
 MAX_FACTOR = 1500
 """Elements of a value, for one token."""

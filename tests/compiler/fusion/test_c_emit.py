@@ -12,8 +12,10 @@ from ingot.compiler.cpu.toolchain import assembly
 from ingot.compiler.fusion.c_emit import emit
 from ingot.compiler.ir.interpret import run
 from ingot.compiler.ir.types import DType
+from ingot.compiler.weights.expr import literal
 from ingot.plugins.kernel import INCLUDE_DIR, translation_unit
-from tests.compiler.fusion.loop_runner import Builder, Program, Source, compare, compiled, expect_same, run_native
+from tests.compiler.fusion.loop_runner import Program, compiled, expect_same, run_native
+from tests.compiler.graphs import Builder, Weights, compare
 from tests.plugins.native import HOST_ISAS, Library
 
 TOKENS = (1, 3, 17)
@@ -101,6 +103,15 @@ def taken(b: Builder) -> str:
 
 def taken_tokens(b: Builder) -> str:
     return b.op("take", b.x("table", 9, 4), b.op("floor_div", b.x("index_below9", "T", 2, dtype=DType.I32), 2), dim=0)
+
+
+def from_the_end(b: Builder) -> list[str]:
+    """Negative indices count from there."""
+    x = b.x("x", "T", 6, 2)
+    last = b.constant(literal(np.array([-1], np.int32)), "last")
+    some = b.constant(literal(np.array([0, -2, 3, -6], np.int32)), "some")
+    index = b.op("sub", b.x("index_below6", "T", 3, 2, dtype=DType.I32), 6)
+    return [b.op("take", x, last, dim=1), b.op("take", x, some, dim=1), b.op("gather", x, index, dim=1)]
 
 
 def chosen_rows(b: Builder) -> str:
@@ -219,7 +230,7 @@ def logits(b: Builder) -> str:
 CASES = [Program(build.__name__, build, loops) for build, loops in (
     (rotate_half, 1), (interleaved_rope, 1), (partial_rope, 1), (gelu_spelled_out, 1), (repeat_interleave, 1),
     (repeated_tokens, 1), (every_second, 1), (regrouped, 1), (crossed, 1), (masks, 1), (gathered, 1), (taken, 1),
-    (taken_tokens, 1), (chosen_rows, 1), (normalised, 3), (softcap, 1), (odd_broadcasts, 1), (integers, None),
+    (taken_tokens, 1), (from_the_end, 3), (chosen_rows, 1), (normalised, 3), (softcap, 1), (odd_broadcasts, 1), (integers, None),
     (floats_divided, None), (booleans, None), (unary, None), (binary, None), (reductions, None),
     (reduced_expression, 1), (from_nothing, 6), (wide, 1), (wide_cat, 1), (tokens_alone, 1), (nested_cats, 1),
     (logits, 1))]
@@ -260,8 +271,8 @@ def test_nan_and_infinity_are_those_of_numpy(library: Library) -> None:
     nan, inf = np.nan, np.inf
     inputs = {"x": np.array([[nan, 1, -0.0, inf, 2], [1, 2, -inf, 3, nan], [0, -1, -inf, 5, 1]], np.float32),
               "y": np.array([[1, nan, 0.0, 1, -inf], [nan, 1, inf, 3, nan], [0, -2, 4, 5, 1]], np.float32)}
-    want = run(SPECIAL.graph, inputs, Source({}))
-    compare(run(SPECIAL.fused, inputs, Source({})), want, 0.0, "fused")
+    want = run(SPECIAL.graph, inputs, Weights())
+    compare(run(SPECIAL.fused, inputs, Weights()), want, 0.0, "fused")
     compare(run_native(SPECIAL, library, inputs), want, 0.0, "C")
 
 

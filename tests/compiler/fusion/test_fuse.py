@@ -14,7 +14,7 @@ from ingot.compiler.ir.interpret import run
 from ingot.compiler.ir.types import DType, TensorType
 from ingot.compiler.ir.verify import verify
 from ingot.compiler.weights.expr import literal
-from tests.compiler.fusion.loop_runner import Builder, Source, compare, random_inputs
+from tests.compiler.graphs import Builder, Weights, compare, random_inputs
 
 
 def fused(build: Callable[[Builder], list[str]], strided: tuple[str, ...] = (), probes: dict[str, str] | None = None,
@@ -26,7 +26,7 @@ def fused(build: Callable[[Builder], list[str]], strided: tuple[str, ...] = (), 
     graph = verify(builder.graph(outputs))
     result = verify(fuse_loops(graph, lambda node, operand, type_: node.op in strided))
     inputs = random_inputs(graph, 3)
-    compare(run(result, inputs, Source({})), run(graph, inputs, Source({})), 1e-6, "fused")
+    compare(run(result, inputs, Weights()), run(graph, inputs, Weights()), 1e-6, "fused")
     return result
 
 
