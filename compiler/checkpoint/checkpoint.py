@@ -115,8 +115,10 @@ class Checkpoint:
 
     @cached_property
     def config_digest(self) -> str:
-        """SHA-256 of the configuration in canonical form: what the imported graph depends on, besides versions."""
-        text = json.dumps(self.config.to_dict(), sort_keys=True, separators=(",", ":"), default=str)
+        """SHA-256 of the configuration in canonical form: what the imported graph depends on, besides versions. Where
+        the checkpoint lies does not count."""
+        entries = {k: v for k, v in self.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
+        text = json.dumps(entries, sort_keys=True, separators=(",", ":"), default=str)
         return hashlib.sha256(text.encode()).hexdigest()
 
     @cached_property

@@ -14,7 +14,25 @@ from .conversion import SYMBOL, Context, aten, axes, axis, result_type
 
 
 def _reduce(c: Context, op: str, x: Operand, dims: Sequence[int] | int | None, keepdim: bool) -> str:
-    return c.emit(op, x, dims=axes(dims, len(c.shape(x))), keepdim=keepdim)
+    rank = len(c.shape(x))
+    over = axes(dims, rank)
+    if op == "reduce_max" and len(over) == rank and _is_positions(c, x):
+        return c.emit("reshape", _longest_position(c), shape=(1,) * rank if keepdim else ())
+    return c.emit(op, x, dims=over, keepdim=keepdim)
+
+
+def _is_positions(c: Context, x: Operand) -> bool:
+    view = c.builder.produced_by(x, "reshape")
+    return x == "positions" or (view is not None and view.inputs[0] == "positions")
+
+
+def _longest_position(c: Context) -> str:
+    """The largest position at hand becomes the largest that will ever be."""
+    if c.max_seq_len is None:
+        raise c.refuse("the model computes with the length of the longest sequence; give max_seq_len")
+    c.warnings.append(f"the model scales its positions by the length of the longest sequence, taken as max_seq_len = "
+                      f"{c.max_seq_len}: {c.builder.origin}")
+    return c.emit("full", shape=(), value=c.max_seq_len - 1, dtype=DType.I32)
 
 
 @aten("sum", "sum.dim_IntList")
@@ -41,19 +59,7 @@ def _amin(c: Context, node: torch.fx.Node, x: Operand, dims: Sequence[int] = (),
 
 @aten("max", "min")
 def _extreme(c: Context, node: torch.fx.Node, x: Operand) -> str:
-    if "max" in str(node.target) and (x == "positions" or (c.builder.produced_by(x, "reshape") and
-                                      c.builder.producers[str(x)].inputs[0] == "positions")):
-        return _longest_position(c)
     return _reduce(c, "reduce_max" if "max" in str(node.target) else "reduce_min", x, None, False)
-
-
-def _longest_position(c: Context) -> str:
-    """The largest position at hand becomes the largest that will ever be."""
-    if c.max_seq_len is None:
-        raise c.refuse("the model computes with the length of the longest sequence; give max_seq_len")
-    c.warnings.append(f"the model scales its positions by the length of the longest sequence, taken as max_seq_len = "
-                      f"{c.max_seq_len}: {c.builder.origin}")
-    return c.emit("full", shape=(), value=c.max_seq_len - 1, dtype=DType.I32)
 
 
 @aten("max.dim")

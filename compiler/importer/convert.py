@@ -16,11 +16,10 @@ from . import aten_elementwise, aten_linear, aten_reduce, aten_views
 from .aten_complex import COMPLEX_CONVERSIONS, Complex, convert_complex
 from .attention_calls import AttentionCall, find_attention_calls
 from .builder import GraphBuilder
-from .conversion import CONVERSIONS, SYMBOL, Context, Symbolic, dim_of, operator_name, result_type, type_of
+from .conversion import CONVERSIONS, SYMBOL, Context, Symbolic, dim_of, dtype_of, operator_name, result_type, type_of
 from .export import Exported
 from .masks import MaskMeaning, MaskReader, UnknownMask, refusal
 from .parameters import Parameters
-from .program_part import NOT_A_LEAF, part_of, run_part
 
 __all__ = ["aten_elementwise", "aten_linear", "aten_reduce", "aten_views", "convert"]
 
@@ -34,12 +33,17 @@ def convert(exported: Exported, parameters: Parameters, max_seq_len: int | None)
     return converter.graph(), converter.context.warnings
 
 
+_MAX_COMPUTED = 1 << 20
+"""Elements of a value that is computed at once."""
+
+
 class _Converter:
     def __init__(self, exported: Exported, parameters: Parameters, max_seq_len: int | None) -> None:
         self.program = exported.program
         self.parameters = parameters
         self.context = Context(GraphBuilder(), max_seq_len)
         self.values: dict[torch.fx.Node, Any] = {}
+        self.known: dict[torch.fx.Node, torch.Tensor] = {}
         self.num_attentions = 0
         specs = self.program.graph_signature.input_specs
         self.specs = {spec.arg.name: spec for spec in specs}
@@ -77,7 +81,7 @@ class _Converter:
 
     def _convert(self, node: torch.fx.Node) -> None:
         self.context.node = node
-        self.context.builder.origin = origin(node)
+        self.context.builder.origin = origin(node) or "inputs"
         if node.op == "placeholder":
             self.values[node] = self._placeholder(node)
             return
@@ -93,7 +97,7 @@ class _Converter:
             self.values[node] = _number_or_symbol(value, self.context)
         elif "getitem" in name:
             self.values[node] = self.values[node.args[0]][node.args[1]]  # type: ignore[index]
-        else:
+        elif not self._compute(node):
             self.values[node] = self._call(node, name)
             self._check(node)
 
@@ -105,24 +109,30 @@ class _Converter:
             raise self.context.refuse("the mask is used by other means than attention: the model computes attention in "
                                       "a way that is not recognised")
         if name not in CONVERSIONS:
-            known = self._computed_now(node)
-            if known is None:
-                raise self.context.refuse("this operator has no conversion")
-            return known
+            raise self.context.refuse("this operator has no conversion")
         for argument in [*args, *kwargs.values()]:
             if isinstance(argument, Symbolic) and not _takes_sizes(name):
                 raise self.context.refuse("the number of tokens of a step is used as a value")
         return CONVERSIONS[name](self.context, node, *args, **kwargs)
 
-    def _computed_now(self, node: torch.fx.Node) -> str | None:
-        """The result of an operator that depends on nothing but constants of the program, as a literal."""
-        buffers = self._buffers()
-        part = part_of(node)
-        if any(n.op == "placeholder" and n.name not in buffers for n in part) or not isinstance(
-                result := run_part(part, lambda n: buffers[n.name] if n.op == "placeholder" else NOT_A_LEAF),
-                torch.Tensor):
-            return None
-        return self.context.builder.constant(literal(_as_array(result)), node.name)
+    def _compute(self, node: torch.fx.Node) -> bool:
+        """Computes at once what depends on nothing but values that the model makes from its configuration: rotation
+        tables, scales, indices. False if it depends on more, or is large (a mask over all positions)."""
+        value = node.meta.get("val")
+        if not (isinstance(value, torch.Tensor) and all(isinstance(size, int) for size in value.shape)
+                and value.numel() <= _MAX_COMPUTED and str(node.target).startswith("aten.")
+                and not value.dtype.is_complex and all(n in self.known for n in node.all_input_nodes)):
+            return False
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: self.known[n])
+        result = self.known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        array, c = _as_array(result), self.context
+        if array.size and (array == array.flat[0]).all():
+            dtype = dtype_of(result.dtype)
+            self.values[node] = c.emit("full", shape=array.shape, value=array.flat[0].item(), dtype=dtype)
+        else:
+            module = c.builder.origin.split(" ")[0]
+            self.values[node] = c.builder.constant(literal(array), f"{module}.{node.name}")
+        return True
 
     def _check(self, node: torch.fx.Node) -> None:
         """Each result has the type that the tracer recorded: a conversion that is wrong is found here."""
@@ -144,6 +154,8 @@ class _Converter:
             return builder.constant(self.parameters.recipes[name], name)
         value = self._value_of(spec)
         assert value is not None, f"{spec} has neither a recipe nor a value"
+        if not self._is_parameter(node):
+            self.known[node] = value
         return builder.constant(literal(_as_array(value)), name)
 
     def _is_parameter(self, node: torch.fx.Node) -> bool:

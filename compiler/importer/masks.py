@@ -122,7 +122,7 @@ class MaskReader:
                 if step.name == self._positions:
                     return torch.arange(tokens)[None]
                 if step.name not in self._buffers:
-                    raise UnknownMask(f"a mask that depends on the values of {step.name}")
+                    raise UnknownMask(f"a mask that depends on more than positions (on {step.name})")
                 return self._buffers[step.name]
             if _is(step, "ingot.probe_indices"):
                 assert pair is not None

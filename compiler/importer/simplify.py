@@ -11,9 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from ..ir.graph import Node, Operand
-from ..ir.infer import broadcast_shapes
-from ..ir.types import Dim
+from ..ir.infer import broadcast_shapes, promote
+from ..ir.op import as_tuple
+from ..ir.registry import OPS
+from ..ir.types import Dim, DType
 from ..weights.expr import permute as permute_expr
 from .builder import GraphBuilder, is_elementwise
 
@@ -31,6 +35,10 @@ def emit_all(b: GraphBuilder, op: str, inputs: Sequence[Operand], **attrs: Any) 
     inputs = tuple(inputs)
     if is_elementwise(op) and len(inputs) > 1:
         inputs = _with_literals(b, inputs)
+    if is_elementwise(op):
+        uniform = _uniform(b, op, inputs, attrs)
+        if uniform is not None:
+            return uniform
     same = _identity(b, op, inputs, attrs)
     if same is not None:
         return (same,)
@@ -54,6 +62,23 @@ def _with_literals(b: GraphBuilder, inputs: tuple[Operand, ...]) -> tuple[Operan
                  for full, i in zip(fulls, inputs, strict=True))
 
 
+def _uniform(b: GraphBuilder, op: str, inputs: tuple[Operand, ...], attrs: dict[str, Any]) -> tuple[str, ...] | None:
+    """What is the same number everywhere stays one number: computed now. A choice that is made already is taken."""
+    if op == "where" and not isinstance(inputs[0], str):
+        chosen, shape = inputs[1] if inputs[0] else inputs[2], broadcast_shapes([b.type_of(i).shape for i in inputs])
+        if isinstance(chosen, str) and promote([b.type_of(i) for i in inputs[1:]]) == b.types[chosen].dtype:
+            return (emit(b, "expand", (chosen,), shape=shape),)
+    numbers = []
+    for operand in inputs:
+        full = b.produced_by(operand, "full")
+        if isinstance(operand, str) and full is None:
+            return None
+        numbers.append(full.attrs["value"] if full is not None else operand)
+    (result,) = as_tuple(OPS[op].reference(*map(np.asarray, numbers), **attrs))
+    (type_,) = OPS[op].infer([b.type_of(i) for i in inputs], attrs)
+    return b.add("full", (), shape=type_.shape, value=result.astype(type_.dtype.numpy).item(), dtype=type_.dtype)
+
+
 def _identity(b: GraphBuilder, op: str, inputs: tuple[Operand, ...], attrs: dict[str, Any]) -> str | None:
     """The operand that the result equals, if there is one."""
     x = inputs[0] if inputs and isinstance(inputs[0], str) else None
@@ -67,6 +92,10 @@ def _identity(b: GraphBuilder, op: str, inputs: tuple[Operand, ...], attrs: dict
         case "cat" if len(inputs) == 1:
             return x
         case "cast" if x and b.types[x].dtype == attrs["dtype"]:
+            return x
+        case "mul" if x and type(inputs[1]) is int and inputs[1] == 1:
+            return x
+        case "add" | "sub" if x and type(inputs[1]) is int and inputs[1] == 0 and b.types[x].dtype != DType.BOOL:
             return x
         case "mul" | "div" if x and _is_number(inputs[1], 1) and b.types[x].dtype.is_float:
             return x

@@ -1,0 +1,89 @@
+"""GGUF files: values against the gguf package, and one test per malformation."""
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+from ingot.compiler.checkpoint.errors import CheckpointError
+from ingot.compiler.checkpoint.gguf_file import read_gguf_header
+from ingot.compiler.checkpoint.open import open_checkpoint
+
+KINDS = [gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")]
+
+
+def values(kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    return np.random.default_rng(int(kind)).standard_normal((6, 64)).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gguf") / "model.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_array("tokenizer.ggml.tokens", ["a", "bc", "é"])
+    writer.add_array("some.numbers", [1, 2, 3])
+    writer.add_float32("some.number", 0.5)
+    for kind in KINDS:
+        writer.add_tensor(f"w.{kind.name}", gguf.quantize(values(kind), kind), raw_dtype=kind)
+    writer.add_tensor("vector", np.arange(64, dtype=np.float32))
+    writer.add_tensor("experts", np.arange(2 * 3 * 32, dtype=np.float32).reshape(2, 3, 32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=[k.name for k in KINDS])
+def test_values_and_ranges_of_rows(path: Path, kind: gguf.GGMLQuantizationType) -> None:
+    checkpoint = open_checkpoint(path)
+    name = f"w.{kind.name}"
+    expected = gguf.dequantize(gguf.quantize(values(kind), kind), kind).astype(np.float32)
+    assert checkpoint.shape(name) == (6, 64) and checkpoint.dtype(name) == kind.name
+    assert checkpoint.get(name).dtype == np.float32 and (checkpoint.get(name) == expected).all()
+    assert (checkpoint.get(name, 2, 5) == expected[2:5]).all()
+
+
+def test_other_ranks(path: Path) -> None:
+    checkpoint = open_checkpoint(path)
+    assert checkpoint.gguf_architecture == "llama"
+    assert checkpoint.get("vector", 3, 5).tolist() == [3, 4]
+    assert checkpoint.get("experts", 1, 2)[0, 2, 31] == 2 * 3 * 32 - 1 and checkpoint.shape("experts") == (2, 3, 32)
+
+
+def test_a_folder_with_one_file(path: Path) -> None:
+    checkpoint = open_checkpoint(path.parent)
+    assert checkpoint.path == path and checkpoint.name == "model"
+
+
+def test_truncation(path: Path, tmp_path: Path) -> None:
+    data, cut = path.read_bytes(), tmp_path / "cut.gguf"
+    cut.write_bytes(data[:-200])
+    with pytest.raises(CheckpointError, match=rf"cut.gguf: truncated: expected \d+ bytes, got {len(data) - 200}"):
+        read_gguf_header(cut)
+    for kept in range(5, 400, 11):
+        cut.write_bytes(data[:kept])
+        with pytest.raises(CheckpointError, match=r"cut.gguf: (the header is damaged or cut short|truncated)"):
+            read_gguf_header(cut)
+
+
+@pytest.mark.parametrize(("begin", "replacement", "message"), [
+    (0, b"GGML", "does not begin with the bytes GGUF"), (4, b"\x09\0\0\0", "GGUF version 9"),
+    (24, b"\xff" * 8, "damaged or cut short"), (32, b"\xff\xfe", "damaged or cut short")])
+def test_damage(path: Path, tmp_path: Path, begin: int, replacement: bytes, message: str) -> None:
+    data = bytearray(path.read_bytes())
+    data[begin:begin + len(replacement)] = replacement
+    (tmp_path / "bad.gguf").write_bytes(data)
+    with pytest.raises(CheckpointError, match=message):
+        read_gguf_header(tmp_path / "bad.gguf")
+
+
+def test_a_type_that_is_not_known(path: Path, tmp_path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    entry = data.index(b"vector") + len("vector") + 4 + 8  # rank, one dimension
+    data[entry:entry + 4] = (250).to_bytes(4, "little")
+    (tmp_path / "bad.gguf").write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"tensor vector has the GGML type 250, which the gguf package"):
+        read_gguf_header(tmp_path / "bad.gguf")
