@@ -16,7 +16,7 @@ def merge_linears(graph: Graph) -> Graph:
     """
     groups: dict[tuple[str, str], list[Node]] = {}
     for node in graph.nodes:
-        if node.op == "linear" and node.values[1] in graph.constants:
+        if node.op == "linear" and all(value in graph.constants for value in node.values[1:]):
             groups.setdefault((node.values[0], node.attrs.get("scheme", "")), []).append(node)
     merged: dict[str, list[Node]] = {}  # output of the first member -> nodes that take its place
     gone: set[str] = set()

@@ -180,7 +180,8 @@ def of_two(b: Builder, x: str, cos: str, sin: str) -> str:
     """The partner is an element of another value."""
     dim, width = last(b, x)
     other = b.x("other", *b.types[x].shape)
-    turned = b.op("cat", b.op("neg", b.slice(other, dim, width // 2, width)), b.slice(other, dim, 0, width // 2), dim=dim)
+    second = b.op("neg", b.slice(other, dim, width // 2, width))
+    turned = b.op("cat", second, b.slice(other, dim, 0, width // 2), dim=dim)
     return b.op("add", b.op("mul", x, cos), b.op("mul", turned, sin))
 
 
