@@ -17,8 +17,6 @@ from ..plan.memory import Life, plan_arena
 from ..plan.plan import Arg, Bucket, Launch, Output, Write
 from .weights import RAW, Packing, WeightTable
 
-INPUT_NAMES = ("token_ids", "positions", "logit_rows")
-
 
 @dataclass(frozen=True)
 class Place:
@@ -65,7 +63,8 @@ class Lowering:
                 self._alias(node, name)
         self.last_reader.update({self.buffer(name): len(self.graph.nodes) for name in self.graph.outputs})
         self.places = {}
-        for self.position, node in enumerate(self.graph.nodes):
+        for number, node in enumerate(self.graph.nodes):
+            self.position = number
             if not self._is_view(node):
                 self._emit(node)
             for name in node.outputs:
@@ -95,7 +94,7 @@ class Lowering:
         """The place of an input, a constant as it is, or a value that an earlier launch has made."""
         if value in self.graph.constants:
             return Place(self.weight(value, RAW))
-        if value in INPUT_NAMES:
+        if value in self.graph.inputs:
             return Place(Arg("input", value))
         return self.places[value]
 
@@ -212,10 +211,7 @@ class Lowering:
             self.places.setdefault(name, Place(Arg("value", name)))
             return
         source = node.values[0]
-        if source in self.graph.constants or source in INPUT_NAMES:
-            place = self.place(source)
-        else:
-            place = self.places[source]
+        place = self.place(source)
         if node.op == "reshape":
             assert place.stride is None or _rows_kept(self.type(source).shape, self.type(name).shape), (
                 f"reshape of a column range from {self.type(source)} to {self.type(name)}: {node.origin}")

@@ -230,8 +230,8 @@ def logits(b: Builder) -> str:
 CASES = [Program(build.__name__, build, loops) for build, loops in (
     (rotate_half, 1), (interleaved_rope, 1), (partial_rope, 1), (gelu_spelled_out, 1), (repeat_interleave, 1),
     (repeated_tokens, 1), (every_second, 1), (regrouped, 1), (crossed, 1), (masks, 1), (gathered, 1), (taken, 1),
-    (taken_tokens, 1), (from_the_end, 3), (chosen_rows, 1), (normalised, 3), (softcap, 1), (odd_broadcasts, 1), (integers, None),
-    (floats_divided, None), (booleans, None), (unary, None), (binary, None), (reductions, None),
+    (taken_tokens, 1), (from_the_end, 3), (chosen_rows, 1), (normalised, 3), (softcap, 1), (odd_broadcasts, 1),
+    (integers, None), (floats_divided, None), (booleans, None), (unary, None), (binary, None), (reductions, None),
     (reduced_expression, 1), (from_nothing, 6), (wide, 1), (wide_cat, 1), (tokens_alone, 1), (nested_cats, 1),
     (logits, 1))]
 
