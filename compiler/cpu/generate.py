@@ -93,10 +93,10 @@ def generate(graph: Graph, isa: str, limits: dict[str, int], block_size: int) ->
     vocab = graph.types[graph.outputs[0]].shape[-1]
     made = {name for node in graph.nodes for name in node.outputs}
     return CpuProgram(isa, block_size, tuple(buckets), tuple(kernels.values()), tuple(weights.entries.values()),
-                      _kv_slots(graph), {label: v for label, v in graph.probes.items() if v in made}, int(vocab))
+                      kv_slots(graph), {label: v for label, v in graph.probes.items() if v in made}, int(vocab))
 
 
-def _kv_slots(graph: Graph) -> tuple[KvSlot, ...]:
+def kv_slots(graph: Graph) -> tuple[KvSlot, ...]:
     slots = []
     for node in graph.nodes:
         if node.op in ("kv_write", "rope_kv_write"):
