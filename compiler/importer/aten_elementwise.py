@@ -191,7 +191,7 @@ def _masked_fill(c: Context, node: torch.fx.Node, x: Operand, mask: Operand, val
     return c.emit("where", mask, number(c, value, x), x)
 
 
-@aten("_to_copy", "to.dtype")
+@aten("_to_copy", "to.dtype", "to.dtype_layout", "type_as")
 def _to_copy(c: Context, node: torch.fx.Node, x: Operand, *_: Any, dtype: torch.dtype | None = None,
              **kwargs: Any) -> str:
     old, new = c.type(x).dtype, dtype_of(node.meta["val"].dtype)

@@ -30,6 +30,8 @@ def convert(exported: Exported, parameters: Parameters, max_seq_len: int | None)
     Raises ImportRefused for what has no counterpart (names operator, module and source line), CheckpointMismatch for
     parameters that the graph needs and the checkpoint lacks."""
     converter = _Converter(exported, parameters, max_seq_len)
+    if not converter.is_complete():
+        converter = _Converter(exported.decomposed(), parameters, max_seq_len)
     return converter.graph(), converter.context.warnings
 
 
@@ -62,6 +64,14 @@ class _Converter:
             self._convert(node)
         logits = self.context.emit("reshape", self.values[output], shape=self.context.shape(self.values[output])[1:])
         return builder.graph([logits])
+
+    def is_complete(self) -> bool:
+        """Whether each operator has a conversion as it is and none changes its operand in place."""
+        nodes = [n for n in self.program.graph.nodes if n.op == "call_function"]
+        needed = self._needed(self._output())
+        return all(n.op in ("placeholder", "call_function") for n in needed) and not any(
+            getattr(getattr(n.target, "_schema", None), "is_mutable", False) for n in nodes) and all(
+            _has_conversion(n) for n in needed if n.op == "call_function" and n not in self.attentions)
 
     def _output(self) -> torch.fx.Node:
         names = [s.arg.name for s in self.program.graph_signature.output_specs if s.kind == OutputKind.USER_OUTPUT]
@@ -210,6 +220,12 @@ class _Converter:
         heads_first = c.emit("reshape", name, shape=shape[-3:])
         dims = (2, 0, 1) if node is call.k and call.key_transposed else (1, 0, 2)
         return c.emit("permute", heads_first, dims=dims)
+
+
+def _has_conversion(node: torch.fx.Node) -> bool:
+    """Operators of Python's own compute sizes."""
+    name = operator_name(node)
+    return name in CONVERSIONS or name in COMPLEX_CONVERSIONS or not hasattr(node.target, "_schema")
 
 
 def _number_or_symbol(value: torch.SymInt, context: Context) -> int | Symbolic:

@@ -12,7 +12,7 @@ import re
 import traceback
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ _KEPT = ("aten.linear.", "aten.silu.", "aten.gelu.", "aten.layer_norm.", "aten.s
 
 @dataclass(frozen=True)
 class Exported:
-    """program: decomposed to core ATen. model: the module that was traced; its parameters are fake.
+    """program: the operators that the model calls. model: the module that was traced; its parameters are fake.
 
     max_tokens: the program holds for sequences of up to so many tokens.
     """
@@ -44,6 +44,14 @@ class Exported:
     program: torch.export.ExportedProgram
     model: PreTrainedModel
     max_tokens: int
+
+    def decomposed(self) -> Exported:
+        """In core ATen operators, and without assignments to parts of tensors. Takes longer than the trace itself."""
+        table = torch.export.default_decompositions()
+        for operator in [op for op in table if any(str(op).startswith(name) for name in _KEPT)]:
+            table.pop(operator)
+        with torch.no_grad(), _quiet():
+            return replace(self, program=self.program.run_decompositions(table))
 
 
 class Step(torch.nn.Module):
@@ -99,12 +107,8 @@ def _trace(model: PreTrainedModel, mode: FakeTensorMode, max_tokens: int) -> tor
         ids = torch.zeros(1, _TRACED_TOKENS, dtype=torch.long)
         positions = torch.zeros(1, _TRACED_TOKENS, dtype=torch.long)
     tokens = torch.export.Dim("T", min=2, max=max_tokens)
-    program = torch.export.export(Step(model), (ids, positions), dynamic_shapes=({1: tokens}, {1: tokens}),
-                                  strict=False, prefer_deferred_runtime_asserts_over_guards=True)
-    table = torch.export.default_decompositions()
-    for operator in [op for op in table if any(str(op).startswith(name) for name in _KEPT)]:
-        table.pop(operator)
-    return program.run_decompositions(table)
+    return torch.export.export(Step(model), (ids, positions), dynamic_shapes=({1: tokens}, {1: tokens}),
+                               strict=False, prefer_deferred_runtime_asserts_over_guards=True)
 
 
 def build_model(config: PretrainedConfig, mode: FakeTensorMode) -> PreTrainedModel:
