@@ -56,7 +56,7 @@ class _Rules:
             return rule()
         if self.node.op.startswith("reduce_"):
             return self._reduce()
-        if self.node.op in ("softmax", "cumsum", "sort", "topk", "argmax", "scatter", "cat", "slice"):
+        if self.node.op in ("softmax", "cumsum", "sort", "topk", "scatter", "cat", "slice"):
             return self._along_one_dim()
         if self.node.op in ("linear", "rms_norm", "layer_norm"):
             return self._over_last_dim()
@@ -84,12 +84,16 @@ class _Rules:
             whole = self.node.op == "slice" and self._shape(self.node.inputs[0]) == self._shape(self.node.output)
             if not whole:
                 raise _Mixed("works along the tokens")
-        if self.node.op == "argmax" and axis is not None and not self.node.attrs["keepdim"]:
-            return TokenAxis(axis.axis - (dim < axis.axis), axis.before)
         return axis
 
+    def _argmax(self) -> TokenAxis | None:
+        return self._reduced((self.node.attrs["dim"],))
+
     def _reduce(self) -> TokenAxis | None:
-        axis, dims = self._of(self.node.inputs[0]), self.node.attrs["dims"]
+        return self._reduced(self.node.attrs["dims"])
+
+    def _reduced(self, dims: tuple[int, ...]) -> TokenAxis | None:
+        axis = self._of(self.node.inputs[0])
         if axis is None:
             return None
         if axis.axis in dims:
