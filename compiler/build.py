@@ -102,8 +102,10 @@ def build(request: BuildRequest, progress: Progress = lambda stage, detail: None
     if output.exists() and not request.force and not request.dry_run:
         raise RequestError(f"{output} exists.\n  Replace it with --force, or name another with -o.")
 
+    progress("recipe", f"{checkpoint.path} -> {output}: target {target.name}, precision {precision.name}, KV cache {kv}, "
+             + ", ".join(f"{name} {value}" for name, value in limits.items()))
     with clock.stage("import", f"{checkpoint.name}: {_architecture(checkpoint)}"):
-        imported = import_model(checkpoint)
+        imported = import_model(checkpoint, limits["max_seq_len"])
         tokenizer, missing = tokenizer_members(checkpoint)
     warnings = (*imported.warnings, *missing)
     with clock.stage("passes", f"{len(imported.graph.nodes)} operations"):

@@ -1,6 +1,7 @@
 """Which of transformers' causal-LM classes Ingot can build: each is tried on a small random model.
 
-    python -m tools.coverage OUT.jsonl [TYPE ...]      one row a class
+    python -m tools.coverage OUT.jsonl [TYPE ...]      one row a class: built for this CPU in fp32 and run
+    python -m tools.coverage --interpret OUT.jsonl …   the imported graph by its numpy references, nothing compiled
     python -m tools.coverage --report OUT.jsonl docs/models.md
 
 Every class runs in a process of its own that is forked from this one, with a time limit.
@@ -151,6 +152,7 @@ def sweep(out: Path, types: list[str], run: Run = interpret) -> None:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--report", action="store_true", help="write the page from the rows instead of sweeping")
+    parser.add_argument("--interpret", action="store_true", help="run the imported graph in numpy, compile nothing")
     parser.add_argument("rows", type=Path)
     parser.add_argument("rest", nargs="*", help="model types; with --report the page to write")
     options = parser.parse_args(arguments)
@@ -159,7 +161,9 @@ def main(arguments: list[str]) -> int:
         Path(options.rest[0]).write_text(report(read_rows(options.rows)))
         return 0
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    sweep(options.rows, options.rest or list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+    from tools.compiled_run import compiled_logits
+    sweep(options.rows, options.rest or list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+          interpret if options.interpret else compiled_logits)
     return 0
 
 
