@@ -161,6 +161,7 @@ def main(arguments: list[str]) -> int:
         Path(options.rest[0]).write_text(report(read_rows(options.rows)))
         return 0
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     from tools.compiled_run import compiled_logits
     sweep(options.rows, options.rest or list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
           interpret if options.interpret else compiled_logits)

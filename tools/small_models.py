@@ -111,8 +111,8 @@ def _small_rope(rope: dict[str, Any]) -> dict[str, Any]:
     small = {k: _small_rope(v) if isinstance(v, dict) else v for k, v in rope.items()}
     for name in ("short_factor", "long_factor"):
         if isinstance(small.get(name), list):
-            count = int(_HEAD_DIM * small.get("partial_rotary_factor", 1.0)) // 2
-            small[name] = small[name][:count]
+            count = int(_HEAD_DIM * rope.get("partial_rotary_factor", 1.0)) // 2
+            small[name] = rope[name][:count]
     return small
 
 

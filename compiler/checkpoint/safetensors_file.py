@@ -2,8 +2,7 @@
 
 The format (https://huggingface.co/docs/safetensors): u64 length of the header, the header as JSON (name -> dtype,
 shape, data_offsets), the data. Read here rather than with the safetensors package, which answers a malformed file
-without
-numbers and hands out bfloat16 only through torch.
+without numbers and hands out bfloat16 only through torch.
 """
 from __future__ import annotations
 
@@ -94,5 +93,5 @@ class SafetensorsFile:
         if info.dtype not in STORAGE:
             raise self._error(f"tensor {name} has the type {info.dtype}; supported are {', '.join(STORAGE)}")
         data = self._data[self._data_begin + info.begin:self._data_begin + info.end]
-        array = data.view(STORAGE[info.dtype]).reshape(info.shape)
+        array: np.ndarray = data.view(STORAGE[info.dtype]).reshape(info.shape)
         return array[begin:end] if info.shape else array

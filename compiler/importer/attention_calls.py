@@ -56,7 +56,7 @@ def find_attention_calls(graph: torch.fx.Graph) -> dict[torch.fx.Node, Attention
 def _own_operator(node: torch.fx.Node) -> AttentionCall:
     q, k, v, mask, sinks, scale, softcap = node.args
     masks = (MaskTerm(mask),) if isinstance(mask, torch.fx.Node) else ()
-    return AttentionCall(q, k, v, scale, masks, True, softcap, sinks, heads_last=True)  # type: ignore[arg-type]
+    return AttentionCall(q, k, v, scale, masks, True, softcap, sinks, heads_last=True)
 
 
 def _torch_operator(node: torch.fx.Node) -> AttentionCall:
@@ -67,7 +67,7 @@ def _torch_operator(node: torch.fx.Node) -> AttentionCall:
     assert isinstance(q, torch.fx.Node)
     scale = settings.get("scale")
     masks = (MaskTerm(settings["attn_mask"]),) if settings["attn_mask"] is not None else ()
-    return AttentionCall(q, k, v, 1 / math.sqrt(q.meta["val"].shape[-1]) if scale is None else scale,  # type: ignore[arg-type]
+    return AttentionCall(q, k, v, 1 / math.sqrt(q.meta["val"].shape[-1]) if scale is None else scale,
                          masks, bool(settings["is_causal"]))
 
 
@@ -99,7 +99,7 @@ def _written_out(softmax: torch.fx.Node) -> tuple[torch.fx.Node, AttentionCall] 
             return None
         scale *= scores.kwargs.get("alpha", 1)
         masks.append(MaskTerm(scores.args[0]))
-    return result, AttentionCall(q, k, result.args[1], scale, tuple(masks), False, key_transposed=True)  # type: ignore[arg-type]
+    return result, AttentionCall(q, k, result.args[1], scale, tuple(masks), False, key_transposed=True)
 
 
 _PRODUCTS = ("matmul", "bmm", "baddbmm")
@@ -147,7 +147,7 @@ def _score_step(node: torch.fx.Node, name: str) -> tuple[torch.fx.Node, float, M
         condition, a, b = node.args
         for scores, inverted in ((a, False), (b, True)):
             if isinstance(scores, torch.fx.Node) and _leads_to_product(scores):
-                return scores, 1.0, MaskTerm(condition, inverted)  # type: ignore[arg-type]
+                return scores, 1.0, MaskTerm(condition, inverted)
     return None
 
 

@@ -106,7 +106,7 @@ class _Converter:
         elif isinstance(value, torch.SymInt):
             self.values[node] = _number_or_symbol(value, self.context)
         elif "getitem" in name:
-            self.values[node] = self.values[node.args[0]][node.args[1]]  # type: ignore[index]
+            self.values[node] = self.values[node.args[0]][node.args[1]]
         elif not self._compute(node):
             self.values[node] = self._call(node, name)
             self._check(node)
@@ -134,7 +134,7 @@ class _Converter:
                 and not value.dtype.is_complex and all(n in self.known for n in node.all_input_nodes)):
             return False
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: self.known[n])
-        result = self.known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        result = self.known[node] = node.target(*args, **kwargs)
         array, c = _as_array(result), self.context
         if array.size and (array == array.flat[0]).all():
             dtype = dtype_of(result.dtype)

@@ -33,9 +33,9 @@ def run_part(part: list[torch.fx.Node], leaf: Leaf) -> Any:
         value = leaf(node)
         if value is NOT_A_LEAF:
             if str(node.target) == "aten.sym_size.int":
-                value = values[node.args[0]].shape[node.args[1]]  # type: ignore[index]
+                value = values[node.args[0]].shape[node.args[1]]
             else:
                 args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
-                value = node.target(*args, **kwargs)  # type: ignore[operator]
+                value = node.target(*args, **kwargs)
         values[node] = value
     return values[part[-1]]

@@ -48,7 +48,7 @@ _erf = np.vectorize(math.erf, otypes=[np.float32])
 
 
 
-for _name, _function in {
+_FLOAT_FUNCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "exp": np.exp,
     "expm1": np.expm1,
     "log": np.log,
@@ -63,8 +63,9 @@ for _name, _function in {
     "sigmoid": lambda x: np.float32(1) / (np.float32(1) + np.exp(-x)),
     "silu": lambda x: x / (np.float32(1) + np.exp(-x)),
     "softplus": lambda x: np.logaddexp(x, np.float32(0)),
-}.items():
-    _register_float(_name, _function)
+}
+for _name, _float_function in _FLOAT_FUNCTIONS.items():
+    _register_float(_name, _float_function)
 
 
 @operator("gelu", 1, elementwise(_float), "elementwise")

@@ -18,6 +18,11 @@ from ingot.compiler.importer.importer import ImportedModel, import_config, impor
 from ingot.compiler.ir.interpret import run
 from tools.small_models import NUM_TOKENS, save_random, small_config
 
+
+def i32(values: list[Any]) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
 IDS = np.random.default_rng(1).integers(8, 512, NUM_TOKENS).astype(np.int32)
 
 
@@ -88,7 +93,7 @@ def test_the_graph_is_in_normal_form(imported: ImportedModel) -> None:
 def test_slots_count_the_calls(imported: ImportedModel) -> None:
     calls = [n for n in imported.graph.nodes if n.op == "attention"]
     assert [n.attrs["slot"] for n in calls] == [0, 1]
-    assert imported.graph.types[calls[0].inputs[0]].shape == ("T", 4, 16)
+    assert imported.graph.types[calls[0].values[0]].shape == ("T", 4, 16)
 
 
 def test_probes_are_the_outputs_of_the_modules(llama: Path, imported: ImportedModel) -> None:
@@ -119,7 +124,7 @@ def test_the_positions_decide_the_rotation(llama: Path, imported: ImportedModel)
                       keep=["positions"]) for start in (0, 5))
     shifted = graph.outputs[0]
     np.testing.assert_allclose(at_0[shifted], at_5[shifted], rtol=1e-4, atol=1e-4)  # attention sees only differences
-    stretched = run(graph, {"token_ids": IDS[:4], "positions": np.int32([0, 3, 6, 9])}, checkpoint)[shifted]
+    stretched = run(graph, {"token_ids": IDS[:4], "positions": i32([0, 3, 6, 9])}, checkpoint)[shifted]
     assert np.abs(stretched - at_0[shifted]).max() > 1e-3
 
 

@@ -1,6 +1,8 @@
 """The rules of the normal form, each on a graph of a few nodes."""
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -11,6 +13,11 @@ from ingot.compiler.ir.interpret import run
 from ingot.compiler.ir.types import DType, TensorType
 from ingot.compiler.ir.verify import verify
 from ingot.compiler.weights.expr import literal, tensor
+
+
+def f32(values: list[Any]) -> np.ndarray:
+    return np.array(values, np.float32)
+
 
 
 @pytest.fixture
@@ -125,7 +132,7 @@ def test_uniform_values_become_literals(b: GraphBuilder) -> None:
 
 
 def test_a_choice_that_is_made_is_taken(b: GraphBuilder) -> None:
-    long, short = (b.constant(literal(np.float32([v, v, v, v, v, v])), name) for v, name in ((1, "long"), (2, "short")))
+    long, short = (b.constant(literal(f32([v, v, v, v, v, v])), name) for v, name in ((1, "long"), (2, "short")))
     longest = emit(b, "full", (), shape=(), value=127, dtype=DType.I32)
     assert emit(b, "where", (emit(b, "gt", (longest, 64)), long, short)) == long
     assert emit(b, "where", (emit(b, "gt", (longest, 128)), long, short)) == short

@@ -13,6 +13,15 @@ from ingot.compiler.ir.op import as_tuple
 from ingot.compiler.ir.registry import OPS
 from ingot.compiler.ir.types import DType, TensorType
 
+
+def f32(values: list[Any]) -> np.ndarray:
+    return np.array(values, np.float32)
+
+
+def i32(values: list[Any]) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
 F = torch.nn.functional
 RANDOM = np.random.default_rng(0)
 X = RANDOM.standard_normal((3, 5, 4)).astype(np.float32)
@@ -56,7 +65,7 @@ def test_unary(op: str) -> None:
 
 
 def test_functions_at_their_edges() -> None:
-    edges = np.float32([-np.inf, -200, -0.0, 0.0, 200, np.inf])
+    edges = f32([-np.inf, -200, -0.0, 0.0, 200, np.inf])
     for op in ("sigmoid", "softplus", "tanh", "exp"):
         close(op, UNARY[op][0](torch.from_numpy(edges)), edges)
     for op, approximate in (("gelu", "none"), ("gelu", "tanh")):
@@ -79,15 +88,15 @@ def test_literals_take_the_type_of_the_other_operand() -> None:
 
 
 def test_integers_round_as_torch_does() -> None:
-    a, b = np.int32([-7, -7, 7, 7]), np.int32([2, -2, 2, -2])
+    a, b = i32([-7, -7, 7, 7]), i32([2, -2, 2, -2])
     close("floor_div", torch.div(torch.from_numpy(a), torch.from_numpy(b), rounding_mode="floor"), a, b)
     close("mod", torch.remainder(torch.from_numpy(a), torch.from_numpy(b)), a, b)
     close("where", torch.tensor([1, -7, 1, 1]), np.array([True, False, True, True]), 1, a)
 
 
 def test_casts() -> None:
-    assert run("cast", np.float32([-1.7, 1.7]), dtype=DType.I32)[0].tolist() == [-1, 1]
-    bits = OPS["cast"].reference(np.float32([1 + 2**-8, 1 + 3 * 2**-8]), dtype=DType.BF16)
+    assert run("cast", f32([-1.7, 1.7]), dtype=DType.I32)[0].tolist() == [-1, 1]
+    bits = OPS["cast"].reference(f32([1 + 2**-8, 1 + 3 * 2**-8]), dtype=DType.BF16)
     assert OPS["cast"].reference(bits, dtype=DType.F32).tolist() == [1.0, 1 + 2**-6]
 
 
@@ -125,7 +134,7 @@ def test_along_a_dimension() -> None:
 
 
 def test_equal_values_keep_their_order() -> None:
-    x = np.float32([[1, 2, 2, 1]])
+    x = f32([[1, 2, 2, 1]])
     assert run("topk", x, k=3, dim=1)[1].tolist() == [[1, 2, 0]]
     assert run("sort", x, dim=1, descending=True)[1].tolist() == [[1, 2, 0, 3]]
     assert run("argmax", x, dim=1, keepdim=False)[0].tolist() == [1]
@@ -134,7 +143,7 @@ def test_equal_values_keep_their_order() -> None:
 def test_indexing() -> None:
     x, ids = torch.from_numpy(X[:, :4, 0]), torch.from_numpy(IDS).long()
     close("gather", torch.gather(x, 1, ids), X[:, :4, 0], IDS, dim=1)
-    unique = np.int32([[0, 2], [1, 3], [3, 0]])
+    unique = i32([[0, 2], [1, 3], [3, 0]])
     source = X[:, 0, :2].copy()
     close("scatter", torch.scatter(x, 1, torch.from_numpy(unique).long(), torch.from_numpy(source)), X[:, :4, 0],
           unique, source, dim=1)

@@ -1,6 +1,8 @@
 """Evaluation: the whole, a range of rows, and how little of the checkpoint a range reads."""
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,6 +12,15 @@ from ingot.compiler.ir.types import DType, TensorType
 from ingot.compiler.weights.bf16 import bf16_to_f32, f32_to_bf16
 from ingot.compiler.weights.evaluate import WeightShapeError, evaluate, row_slice, weight_op
 from ingot.compiler.weights.expr import WeightExpr, apply, cast, concat, literal, permute, reshape, slice_, tensor
+
+
+def f32(values: list[Any]) -> np.ndarray:
+    return np.array(values, np.float32)
+
+
+def u32(values: list[Any]) -> np.ndarray:
+    return np.array(values, np.uint32)
+
 
 
 class Source:
@@ -91,14 +102,14 @@ def test_operators_with_several_results() -> None:
 
 @given(st.floats(width=32))
 def test_bf16_rounds_to_the_nearest_even(value: float) -> None:
-    x = np.float32([value])
+    x = f32([value])
     rounded = bf16_to_f32(f32_to_bf16(x))
     if np.isnan(x[0]):
         assert np.isnan(rounded[0])
         return
     bits = int(x.view(np.uint32)[0])
-    below = np.uint32([bits & 0xFFFF0000]).view(np.float32)[0]
-    above = np.uint32([(bits & 0xFFFF0000) + 0x10000]).view(np.float32)[0]
+    below = u32([bits & 0xFFFF0000]).view(np.float32)[0]
+    above = u32([(bits & 0xFFFF0000) + 0x10000]).view(np.float32)[0]
     half = 0x8000
     low = bits & 0xFFFF
     expected = below if low < half or (low == half and not (bits >> 16) & 1) else above

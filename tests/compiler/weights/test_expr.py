@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,11 @@ from ingot.compiler.weights.expr import (
     tensor,
     transpose,
 )
+
+
+def f32(values: list[Any]) -> np.ndarray:
+    return np.array(values, np.float32)
+
 
 
 def test_shapes_and_names() -> None:
@@ -55,7 +61,7 @@ def test_json_round_trip_and_hash() -> None:
     assert again != cast(apply("mul", (whole, 0.25), whole.type), DType.BF16)
 
 
-@pytest.mark.parametrize("value", [np.arange(6, dtype=np.int32).reshape(2, 3), np.array(True), np.float32([[0.1]])])
+@pytest.mark.parametrize("value", [np.arange(6, dtype=np.int32).reshape(2, 3), np.array(True), f32([[0.1]])])
 def test_literals_keep_values_and_types(value: np.ndarray) -> None:
     kept = literal_value(literal(value))
     assert kept.dtype == value.dtype and kept.shape == value.shape and (kept == value).all()
