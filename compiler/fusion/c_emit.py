@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ingot.plugins.constants import float_in_c, rows_in_c
+from ingot.plugins.constants import rows_in_c
 from ingot.plugins.kernel import CpuKernel
 
 from ..ir.graph import Node
@@ -106,8 +106,8 @@ class _Loop:
         else:
             lines = [f"{type_} total = {start};", *outer,
                      f"for (int {inner} = 0; {inner} < {sizes[-1]}; {inner}++) {_accumulate(kind, 'total', value)}"]
-        scale = f" * {float_in_c(1 / math.prod(sizes))}" if kind == "mean" else ""
-        return [*lines, f"{target} = total{scale};"]
+        divided = f" / {math.prod(sizes)}.0f" if kind == "mean" else ""
+        return [*lines, f"{target} = total{divided};"]
 
     def _lanes(self, kind: str, value: str, type_: str, start: str, outer: list[str], inner: str, size: int,
                ) -> list[str]:

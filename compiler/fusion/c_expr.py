@@ -39,6 +39,8 @@ def in_c(e: Expr, inputs: Sequence[TensorType]) -> str:
             return constant_in_c(e)
         case "index":
             return f"i{e.value}"
+        case "extent":
+            return rows_in_c(e.value[0])
         case "load":
             return f"in{e.value}[{_flat(e, inputs)}]"
         case "pick":
@@ -82,8 +84,7 @@ def _operation(e: Expr, a: list[str]) -> str:
 
 def constant_in_c(e: Expr) -> str:
     if e.dtype != DType.F32:
-        value = int(e.value)
-        return f"({value})" if value < 0 else str(value)
+        return f"({int(e.value)})" if int(e.value) < 0 else str(int(e.value))
     value = float(e.value)
     if value != value:
         return "__builtin_nanf(\"\")"
@@ -112,5 +113,5 @@ def _flat(e: Expr, inputs: Sequence[TensorType]) -> str:
 
 def _is_index_arithmetic(e: Expr) -> bool:
     """Made of loop indices without subtraction: never negative, so that C's division is numpy's."""
-    return all(part.op in ("index", "add", "mul", "floor_div", "mod") or (part.op == "const" and part.value > 0)
-               for part in e.walk())
+    known = ("index", "extent", "add", "mul", "floor_div", "mod")
+    return all(part.op in known or (part.op == "const" and part.value > 0) for part in e.walk())

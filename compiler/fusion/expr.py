@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..ir.types import Dim, DType
+from ..ir.types import Dim, DType, split_dim
 
 _SIGNS = {"add": "+", "sub": "-", "mul": "*"}
 
@@ -18,6 +18,7 @@ _SIGNS = {"add": "+", "sub": "-", "mul": "*"}
 class Expr:
     """op     "const"  the number `value`
            "index"  the loop index of axis `value`
+           "extent" a symbol's number; value: (symbol, axis, factor), so that axis is factor · symbol long
            "load"   element `args` (one index a dimension) of input number `value`
            "pick"   args[0] says where: args[1 + j] for the j-th range of `value`, the ends of the ranges
            else     an elementwise operator; `value` is its attribute, if it has one
@@ -34,6 +35,8 @@ class Expr:
                 return str(self.value)
             case "index":
                 return f"i{self.value}"
+            case "extent":
+                return str(self.value[0])
             case "load":
                 return f"in{self.value}[{', '.join(map(str, self.args))}]"
             case "add" | "sub" | "mul" if self.dtype == DType.I32:
@@ -112,8 +115,26 @@ def add(a: Expr, b: Expr) -> Expr:
     return from_terms(*terms(Expr("add", (a, b), None, DType.I32)))
 
 
-def times(a: Expr, factor: int) -> Expr:
-    return from_terms(*terms(Expr("mul", (a, const(factor)), None, DType.I32)))
+def times(a: Expr, factor: Dim, extents: Extents | None = None) -> Expr:
+    """extents: needed for a symbolic factor."""
+    number, symbol = split_dim(factor)
+    if symbol is None:
+        return from_terms(*terms(Expr("mul", (a, const(number)), None, DType.I32)))
+    length, (atoms, constant) = extent_of(symbol, extents or {}), terms(a)
+    products = {Expr("mul", (atom, length), None, DType.I32): f * number for atom, f in atoms.items()}
+    return from_terms({**products, length: constant * number}, 0)
+
+
+class UnknownExtent(Exception):
+    """No axis of the loop tells how many tokens there are."""
+
+
+def extent_of(symbol: str, extents: Extents) -> Expr:
+    for axis, dim in extents.items():
+        factor, found = split_dim(dim)
+        if found == symbol:
+            return Expr("extent", (), (symbol, axis, factor), DType.I32)
+    raise UnknownExtent(symbol)
 
 
 Bounds = tuple[int | None, int | None]
@@ -157,8 +178,10 @@ def _divisor(expr: Expr) -> int | None:
     return divisor if divisor > 0 else None
 
 
-def floor_div(expr: Expr, divisor: int, extents: Extents) -> Expr:
+def floor_div(expr: Expr, divisor: Dim, extents: Extents) -> Expr:
     """expr // divisor: multiples of the divisor come out, what is smaller than it vanishes."""
+    if isinstance(divisor, str):
+        return _by_symbol("floor_div", expr, divisor, extents)
     whole, rest = _divided(expr, divisor)
     if _within(rest, divisor, extents):
         return whole
@@ -171,8 +194,10 @@ def floor_div(expr: Expr, divisor: int, extents: Extents) -> Expr:
     return add(whole, Expr("floor_div", (rest, const(divisor)), None, DType.I32))
 
 
-def mod(expr: Expr, divisor: int, extents: Extents) -> Expr:
+def mod(expr: Expr, divisor: Dim, extents: Extents) -> Expr:
     """expr mod divisor, likewise."""
+    if isinstance(divisor, str):
+        return _by_symbol("mod", expr, divisor, extents)
     _, rest = _divided(expr, divisor)
     if _within(rest, divisor, extents):
         return rest
@@ -180,6 +205,36 @@ def mod(expr: Expr, divisor: int, extents: Extents) -> Expr:
     if grain > 1:  # (g·a + b) mod (g·c) = g·(a mod c) + b
         return add(times(mod(coarse, divisor // grain, extents), grain), fine)
     return Expr("mod", (rest, const(divisor)), None, DType.I32)
+
+
+def _by_symbol(op: str, expr: Expr, divisor: Dim, extents: Extents) -> Expr:
+    """What was multiplied by the symbol comes out, if what was added to it is smaller than the divisor."""
+    number, symbol = split_dim(divisor)
+    length, (atoms, constant) = extent_of(str(symbol), extents), terms(expr)
+    whole: dict[Expr, int] = {}
+    rest: dict[Expr, int] = {}
+    for atom, factor in atoms.items():
+        multiple = atom.op == "mul" and atom.args[1] == length and factor % number == 0
+        (whole if multiple else rest)[atom.args[0] if multiple else atom] = factor // number if multiple else factor
+    remainder = from_terms(rest, constant)
+    if _below_symbol(remainder, number, str(symbol), extents):
+        return from_terms(whole, 0) if op == "floor_div" else remainder
+    return Expr(op, (expr, times(length, number)), None, DType.I32)
+
+
+def _below_symbol(expr: Expr, number: int, symbol: str, extents: Extents) -> bool:
+    """Whether 0 <= expr < number · symbol, for a sum of loop indices with positive factors."""
+    atoms, most = terms(expr)
+    if most < 0 or any(atom.op != "index" or factor < 0 for atom, factor in atoms.items()):
+        return False
+    slope = 0
+    for atom, factor in atoms.items():
+        size, found = split_dim(extents[atom.value])
+        if found not in (None, symbol):
+            return False
+        slope += factor * size if found else 0
+        most += -factor if found else factor * (size - 1)
+    return slope <= number and slope - number + most < 0
 
 
 def _within(expr: Expr, divisor: int, extents: Extents) -> bool:

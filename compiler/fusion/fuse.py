@@ -9,9 +9,9 @@ from ..ir.registry import OPS
 from ..ir.types import Dim, DType, TensorType
 from ..ir.verify import operand_type
 from ..weights.expr import literal_value
-from .expr import ZERO, Expr, add, bounds, const, index, load, times
+from .expr import ZERO, Expr, UnknownExtent, add, bounds, const, index, load, times
 from .placement import AcceptsStrided, Placement, is_fused, place_values, through_reshapes
-from .views import Index, UnknownIndex, broadcast_index, permuted_index, reshaped_index, sliced_index
+from .views import Index, broadcast_index, permuted_index, reshaped_index, sliced_index
 
 
 def fuse_loops(graph: Graph, accepts_strided: AcceptsStrided = lambda node, operand, type_: False) -> Graph:
@@ -105,8 +105,8 @@ class _LoopBuilder:
             case "reshape":
                 try:
                     inner = reshaped_index(at, type_.shape, source, self.extents)
-                except UnknownIndex as error:
-                    raise _refusal(node, str(error)) from error
+                except UnknownExtent as error:
+                    raise _refusal(node, f"a reshape that takes {error}, the tokens of a step, apart") from error
             case "permute":
                 inner = permuted_index(at, node.attrs["dims"])
             case "expand":

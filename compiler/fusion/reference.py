@@ -1,16 +1,16 @@
 """The meaning of a loop node in numpy; registers the operator "loop"."""
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..ir.op import OPS, operator
-from ..ir.types import Dim, DType, TensorType
+from ..ir.types import DType, TensorType
 from .expr import Expr
 
-_REDUCE = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min, "prod": np.prod}
+_REDUCE: dict[str, Callable[..., Any]] = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min, "prod": np.prod}
 
 
 def _infer_loop(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
@@ -19,7 +19,7 @@ def _infer_loop(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[
 
 @operator("loop", (0, 1 << 16), _infer_loop)
 def _loop(*inputs: np.ndarray, shape: tuple[int, ...], dtype: DType, expr: Expr,
-          reduce: tuple[str, tuple[Dim, ...]] | None) -> np.ndarray:
+          reduce: tuple[str, tuple[int, ...]] | None) -> np.ndarray:
     """out[i0, i1, …] = expr, or its reduction (kind, extents) over the axes that follow those of the result."""
     extents = [*shape, *(reduce[1] if reduce else ())]
     grids = [np.arange(n, dtype=np.int32).reshape([-1 if axis == a else 1 for a in range(len(extents))])
@@ -35,6 +35,9 @@ def _evaluate(expr: Expr, inputs: Sequence[np.ndarray], grids: list[np.ndarray])
         return expr.dtype.numpy.type(expr.value)
     if expr.op == "index":
         return grids[expr.value]
+    if expr.op == "extent":
+        _, axis, factor = expr.value
+        return np.int32(grids[axis].size // factor)
     args = [_evaluate(arg, inputs, grids) for arg in expr.args]
     if expr.op == "load":
         array = inputs[expr.value]

@@ -9,10 +9,6 @@ from .expr import ZERO, Expr, Extents, add, const, floor_div, mod, times
 Index = tuple[Expr, ...]
 
 
-class UnknownIndex(Exception):
-    """A view whose index no expression describes: it would divide by the number of tokens."""
-
-
 def broadcast_index(at: Index, shape: Sequence[Dim]) -> Index:
     """For an operand of that shape, broadcast to the rank of `at`."""
     at = at[len(at) - len(shape):]
@@ -36,15 +32,14 @@ def reshaped_index(at: Index, shape: Sequence[Dim], source: Sequence[Dim], exten
     for outer_axes, inner_axes in _groups(shape, source):
         flat = ZERO
         for axis in outer_axes:
-            flat = at[axis] if flat == ZERO else add(times(flat, _number(shape[axis])), at[axis])
+            flat = at[axis] if flat == ZERO else add(times(flat, shape[axis], extents), at[axis])
         for position in range(len(inner_axes) - 1, -1, -1):
             axis = inner_axes[position]
             if position == 0:
                 inner[axis] = flat
             else:
-                size = _number(source[axis])
-                inner[axis] = mod(flat, size, extents)
-                flat = floor_div(flat, size, extents)
+                inner[axis] = mod(flat, source[axis], extents)
+                flat = floor_div(flat, source[axis], extents)
     return tuple(inner)
 
 
@@ -77,9 +72,3 @@ def _smaller(a: Sequence[Dim], b: Sequence[Dim]) -> bool:
     if left_symbol != right_symbol:
         return left_symbol is None
     return left < right
-
-
-def _number(dim: Dim) -> int:
-    if not isinstance(dim, int):
-        raise UnknownIndex(f"a reshape that takes {dim}, the tokens of a step, apart")
-    return dim

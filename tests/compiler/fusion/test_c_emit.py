@@ -105,6 +105,15 @@ def taken_tokens(b: Builder) -> str:
     return b.op("take", b.x("table", 9, 4), b.op("floor_div", b.x("index_below9", "T", 2, dtype=DType.I32), 2), dim=0)
 
 
+def for_each_expert(b: Builder) -> list[str]:
+    """All tokens, once for each expert, in one dimension E*T and back."""
+    x = b.op("reshape", b.x("x", "T", 5), shape=(1, "T", 5))
+    flat = b.op("reshape", b.op("expand", x, shape=(3, "T", 5)), shape=("3*T", 5))
+    scores = b.op("reshape", b.op("permute", b.x("scores", "T", 3), dims=(1, 0)), shape=("3*T", 1))
+    y = b.op("mul", flat, scores)
+    return [b.op("reshape", y, shape=(3, "T", 5)), b.op("exp", y)]
+
+
 def from_the_end(b: Builder) -> list[str]:
     """Negative indices count from there."""
     x = b.x("x", "T", 6, 2)
@@ -230,10 +239,10 @@ def logits(b: Builder) -> str:
 CASES = [Program(build.__name__, build, loops) for build, loops in (
     (rotate_half, 1), (interleaved_rope, 1), (partial_rope, 1), (gelu_spelled_out, 1), (repeat_interleave, 1),
     (repeated_tokens, 1), (every_second, 1), (regrouped, 1), (crossed, 1), (masks, 1), (gathered, 1), (taken, 1),
-    (taken_tokens, 1), (from_the_end, 3), (chosen_rows, 1), (normalised, 3), (softcap, 1), (odd_broadcasts, 1),
-    (integers, None), (floats_divided, None), (booleans, None), (unary, None), (binary, None), (reductions, None),
-    (reduced_expression, 1), (from_nothing, 6), (wide, 1), (wide_cat, 1), (tokens_alone, 1), (nested_cats, 1),
-    (logits, 1))]
+    (taken_tokens, 1), (from_the_end, 3), (for_each_expert, 2), (chosen_rows, 1), (normalised, 3), (softcap, 1),
+    (odd_broadcasts, 1), (integers, None), (floats_divided, None), (booleans, None), (unary, None), (binary, None),
+    (reductions, None), (reduced_expression, 1), (from_nothing, 6), (wide, 1), (wide_cat, 1), (tokens_alone, 1),
+    (nested_cats, 1), (logits, 1))]
 
 
 @pytest.fixture(scope="module", params=HOST_ISAS)

@@ -20,10 +20,10 @@ from ingot.compiler.fusion.expr import (
     terms,
     times,
 )
-from ingot.compiler.ir.types import DType
+from ingot.compiler.ir.types import Dim, DType
 
 I0, I1, I2 = index(0), index(1), index(2)
-EXTENTS = {0: "T", 1: 6, 2: 4}
+EXTENTS: dict[int, Dim] = {0: "T", 1: 6, 2: 4}
 LOADED = load(0, (I0,), DType.I32)
 
 

@@ -229,11 +229,16 @@ def test_an_output_that_is_a_slice_is_computed() -> None:
     assert [node.op for node in graph.nodes] == ["softmax", "loop"]
 
 
+def four(b: Builder) -> str:
+    return b.op("full", shape=(2,), value=4, dtype=DType.I32)
+
+
 @pytest.mark.parametrize(("build", "message"), [
     (lambda b: b.op("reduce_sum", b.x("x", "T", 3), dims=(0,), keepdim=False), "reduce_sum: a reduction over T"),
     (lambda b: b.op("cat", b.x("x", "T", 3), b.x("y", "T", 3), dim=0), "cat: a concatenation along T"),
     (lambda b: b.op("slice", b.x("x", "2*T", 3), dim=0, start="T", stop="2*T", step=1), "slice: a slice from T"),
-    (lambda b: b.op("reshape", b.x("x", 3, "T", 2), shape=("3*T", 2)), "reshape: a reshape that takes T")])
+    (lambda b: b.op("take", b.op("reshape", b.x("x", 4, "T"), shape=("4*T",)), four(b), dim=0),
+     "reshape: a reshape that takes T")])
 def test_refusals_name_operator_and_origin(build: Callable[[Builder], str], message: str) -> None:
     builder = Builder()
     builder.origin = "model.layers.3 (modeling_x.py:7)"

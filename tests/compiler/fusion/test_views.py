@@ -5,9 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ingot.compiler.fusion.expr import ZERO, Expr, add, const, index, times
+from ingot.compiler.fusion.expr import ZERO, Expr, UnknownExtent, add, const, index, times
 from ingot.compiler.fusion.views import (
-    UnknownIndex,
     broadcast_index,
     permuted_index,
     reshaped_index,
@@ -48,9 +47,28 @@ def test_reshapes(old: tuple[Dim, ...], new: tuple[Dim, ...], expected: tuple[Ex
     assert reshaped(old, new) == expected
 
 
-def test_tokens_inside_of_a_merged_dimension_are_refused() -> None:
-    with pytest.raises(UnknownIndex, match="takes T, the tokens of a step, apart"):
-        reshaped((4, "T"), ("4*T",))
+def test_tokens_inside_of_a_merged_dimension() -> None:
+    tokens = Expr("extent", (), ("T", 0, 4), I0.dtype)
+    assert [str(e) for e in reshaped((4, "T"), ("4*T",))] == ["floor_div(i0, T)", "mod(i0, T)"]
+    assert reshaped((4, "T"), ("4*T",))[0] == Expr("floor_div", (I0, tokens), None, I0.dtype)
+    flat, = reshaped(("4*T",), (4, "T"))
+    assert str(flat) == "((i0 * T) + i1)"
+    extents: dict[int, Dim] = {0: 4, 1: "T"}
+    assert reshaped_index((flat,), ("4*T",), (4, "T"), extents) == (I0, I1)
+    assert [str(e) for e in reshaped_index((flat,), ("4*T",), (2, "2*T"), extents)] == [
+        "floor_div(((i0 * T) + i1), (T * 2))", "mod(((i0 * T) + i1), (T * 2))"]
+
+
+def test_tokens_with_channels_inside_of_a_merged_dimension() -> None:
+    extents: dict[int, Dim] = {0: 3, 1: "T", 2: 8}
+    flat, = reshaped_index((I0, I1, I2), (3, "T", 8), ("24*T",), extents)
+    assert reshaped_index((flat,), ("24*T",), (3, "T", 8), extents) == (I0, I1, I2)
+    assert reshaped_index((flat,), ("24*T",), (3, "8*T"), extents) == (I0, add(times(I1, 8), I2))
+
+
+def test_a_loop_without_an_axis_of_tokens_cannot_divide_by_them() -> None:
+    with pytest.raises(UnknownExtent):
+        reshaped_index((const(5),), ("4*T",), (4, "T"), {})
 
 
 @st.composite

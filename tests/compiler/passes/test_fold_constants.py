@@ -45,7 +45,7 @@ def test_numbers_alone_become_a_constant() -> None:
 
 def test_large_copies_stay_in_the_step() -> None:
     b = Builder()
-    big, small = b.weight("w", 1 << 16, 1), b.constant(literal(np.float32(3)), "small")
+    big, small = b.weight("w", 1 << 16, 1), b.constant(literal(np.array(3, np.float32)), "small")
     copies = 2 * MAX_GROWTH
     graph = b.made(b.op("add", b.op("expand", big, shape=(1 << 16, copies)), b.op("reshape", b.x("x", "T", 1),
                                                                                   shape=("T", 1, 1))),
