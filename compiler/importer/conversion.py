@@ -86,8 +86,9 @@ class Context:
 
 def operator_name(node: torch.fx.Node) -> str:
     """aten.add.Tensor -> "add.Tensor"; the default overload's name is left out."""
-    name = str(node.target).removeprefix("aten.")
-    return name.removesuffix(".default")
+    if not hasattr(node.target, "_schema"):  # a function of Python's, on sizes
+        return str(getattr(node.target, "__name__", node.target))
+    return str(node.target).removeprefix("aten.").removesuffix(".default")
 
 
 def dim_of(size: int | torch.SymInt, context: Context) -> Dim:
@@ -101,7 +102,8 @@ def dim_of(size: int | torch.SymInt, context: Context) -> Dim:
     factor, rest = expr.as_coeff_Mul()
     if len(symbols) == 1 and rest == symbols[0] and factor.is_Integer and factor > 0:
         return make_dim(int(factor), SYMBOL)
-    raise context.refuse(f"a size of {expr} is not a multiple of the number of tokens")
+    shown = str(expr.xreplace(dict.fromkeys(symbols, type(symbols[0])(SYMBOL))) if symbols else expr)
+    raise context.refuse(f"a size of {shown} is not a multiple of the {SYMBOL} tokens of a step")
 
 
 def dtype_of(dtype: torch.dtype) -> DType:

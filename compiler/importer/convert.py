@@ -91,7 +91,7 @@ class _Converter:
 
     def _convert(self, node: torch.fx.Node) -> None:
         self.context.node = node
-        self.context.builder.origin = origin(node) or "inputs"
+        self.context.builder.origin = origin(_tensor_user(node)) or "inputs"
         if node.op == "placeholder":
             self.values[node] = self._placeholder(node)
             return
@@ -105,7 +105,7 @@ class _Converter:
             self.values[node] = value
         elif isinstance(value, torch.SymInt):
             self.values[node] = _number_or_symbol(value, self.context)
-        elif "getitem" in name:
+        elif name == "getitem":
             self.values[node] = self.values[node.args[0]][node.args[1]]
         elif not self._compute(node):
             self.values[node] = self._call(node, name)
@@ -242,6 +242,17 @@ def _as_array(value: torch.Tensor) -> np.ndarray:
     if value.dtype == torch.bool:
         return value.numpy(force=True)
     return value.to(torch.float32 if value.dtype.is_floating_point else torch.int32).numpy(force=True)
+
+
+def _tensor_user(node: torch.fx.Node) -> torch.fx.Node:
+    """For a size, which the tracer does not place: the first operator on tensors that depends on it."""
+    waiting = [node]
+    while waiting:
+        current = waiting.pop(0)
+        if not isinstance(current.meta.get("val"), torch.SymInt | torch.SymBool | None):
+            return current
+        waiting += list(current.users)
+    return node
 
 
 def origin(node: torch.fx.Node) -> str:

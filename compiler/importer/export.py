@@ -16,9 +16,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from .errors import ImportRefused
@@ -71,13 +72,15 @@ class Step(torch.nn.Module):
 
 
 def export(config: PretrainedConfig, max_seq_len: int | None = None) -> Exported:
-    """max_seq_len: bounds the tokens, so that code which only longer sequences reach is no matter.
+    """max_seq_len: bounds the tokens, so that code which only longer sequences reach does not matter.
 
     Raises ImportRefused where the class cannot be built or traced, with the model's own source line.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     try:
         model = build_model(config, mode)
+    except ImportRefused:
+        raise
     except Exception as error:
         raise ImportRefused(f"{config.model_type}: transformers cannot build this configuration: {_place(error)}"
                             ) from error
@@ -97,6 +100,8 @@ def export(config: PretrainedConfig, max_seq_len: int | None = None) -> Exported
 
 def _require_independent(model: PreTrainedModel, guards: GuardLog, max_tokens: int, cause: Exception | None) -> None:
     places = guards.differing_places(max_tokens)
+    if cause is not None and "pecializ" in str(cause):
+        places = places or guards.last_places()
     if places:
         raise ImportRefused(f"{type(model).__name__} cannot be traced for any number of tokens: what it computes "
                             f"depends on their number, at {', '.join(places[:3])}") from cause
@@ -123,14 +128,32 @@ def build_model(config: PretrainedConfig, mode: FakeTensorMode) -> PreTrainedMod
     return model.eval()
 
 
+def _model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
+    """The causal-LM class of a configuration: by its type, or for the text part of a larger one, the class it names.
+
+    Raises ImportRefused for a configuration that has none.
+    """
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        classes: list[type[PreTrainedModel]] = list(found) if isinstance(found, tuple) else [found]
+    else:
+        named = [getattr(transformers, name, None) for name in config.architectures or []
+                 if name.endswith(("ForCausalLM", "LMHeadModel"))]
+        classes = [c for c in named if c is not None and c.config_class is type(config)]
+    if not classes:
+        raise ImportRefused(f"{config.model_type} has no causal language model in transformers "
+                            "(AutoModelForCausalLM); an engine generates text")
+    return classes[0]
+
+
 def _build(config: PretrainedConfig) -> PreTrainedModel:
     """With our attention, or for a class that knows only transformers' own names, with one of those."""
     first_error: Exception | None = None
     for attention in (IMPLEMENTATION, *FALLBACK_IMPLEMENTATIONS):
         try:
             with _parameters_without_memory(), no_init_weights(), _quiet():
-                return AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=attention,
-                                                        experts_implementation=IMPLEMENTATION, dtype=torch.float32)
+                return _model_class(config)._from_config(copy.deepcopy(config), attn_implementation=attention,
+                                                         experts_implementation=IMPLEMENTATION, dtype=torch.float32)
         except (KeyError, ValueError) as error:
             first_error = first_error or error
     assert first_error is not None

@@ -52,7 +52,8 @@ def _dtype(stored: str) -> DType:
 
 
 def _import(config: PretrainedConfig, checkpoint: Checkpoint | None, max_seq_len: int | None) -> ImportedModel:
-    _require_causal_lm(config)
+    if getattr(config, "is_encoder_decoder", False):
+        raise ImportRefused(f"{config.model_type} is an encoder-decoder model; an engine holds a decoder alone")
     from .convert import convert
     from .export import export
     from .token_axis import check_token_axis
@@ -78,12 +79,3 @@ def _parameters(model: PreTrainedModel, checkpoint: Checkpoint | None) -> Parame
     if architecture is not None:
         return gguf_recipes(model, architecture, tensors, str(checkpoint.path))
     return checkpoint_recipes(model, tensors, str(checkpoint.path))
-
-
-def _require_causal_lm(config: PretrainedConfig) -> None:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    if getattr(config, "is_encoder_decoder", False):
-        raise ImportRefused(f"{config.model_type} is an encoder-decoder model; an engine holds a decoder alone")
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise ImportRefused(f"{config.model_type} has no causal language model in transformers "
-                            "(AutoModelForCausalLM); an engine generates text")

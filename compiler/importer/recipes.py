@@ -30,10 +30,10 @@ def traced_recipes(function: Callable[..., list[torch.Tensor]], leaves: Sequence
             values[node] = context.builder.constant(remaining.pop(0), node.name)
         elif node.op == "output":
             return [context.builder.constants[values[result]] for result in node.args[0]]
-        elif node.op == "get_attr" or (operator_name(node) not in CONVERSIONS and "getitem" not in str(node.target)):
-            raise context.refuse("this operator has no conversion")
-        elif "getitem" in str(node.target):
+        elif operator_name(node) == "getitem":
             values[node] = values[node.args[0]][node.args[1]]
+        elif operator_name(node) not in CONVERSIONS:
+            raise context.refuse("this operator has no conversion")
         else:
             args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
             values[node] = CONVERSIONS[operator_name(node)](context, node, *args, **kwargs)

@@ -60,6 +60,10 @@ class GuardLog:
         failing = [c for c in dict.fromkeys(self.conditions) if c.place and not all(c.holds(n) for n in numbers)]
         return list(dict.fromkeys(c.place for c in failing))
 
+    def last_places(self) -> list[str]:
+        """For a trace that ended because the tokens became a certain number: the last places that asked for it."""
+        return list(dict.fromkeys(c.place for c in self.conditions if c.place))[-2:]
+
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
