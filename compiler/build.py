@@ -102,8 +102,9 @@ def build(request: BuildRequest, progress: Progress = lambda stage, detail: None
     if output.exists() and not request.force and not request.dry_run:
         raise RequestError(f"{output} exists.\n  Replace it with --force, or name another with -o.")
 
-    progress("recipe", f"{checkpoint.path} -> {output}: target {target.name}, precision {precision.name}, KV cache {kv}, "
-             + ", ".join(f"{name} {value}" for name, value in limits.items()))
+    shown = ", ".join(f"{name} {value}" for name, value in limits.items())
+    progress("recipe", f"{checkpoint.path} -> {output}: target {target.name}, precision {precision.name}, "
+                       f"KV cache {kv}, {shown}")
     with clock.stage("import", f"{checkpoint.name}: {_architecture(checkpoint)}"):
         imported = import_model(checkpoint, limits["max_seq_len"])
         tokenizer, missing = tokenizer_members(checkpoint)
@@ -118,8 +119,9 @@ def build(request: BuildRequest, progress: Progress = lambda stage, detail: None
         return BuildResult(None, "", manifest, clock.seconds, warnings)
     with clock.stage("compile", f"{len(program.kernels)} kernels for {target.isa}"):
         code = program.compile(request.compiler)
-    with clock.stage("weights", f"{len(program.weights)} tensors, {manifest['memory']['weights_bytes'] / 1e6:.0f} MB"), \
-            EngineWriter(output, request.force, manifest["memory"]["weights_bytes"] + len(code)) as writer:
+    size = manifest["memory"]["weights_bytes"]
+    with clock.stage("weights", f"{len(program.weights)} tensors, {size / 1e6:.0f} MB"), \
+            EngineWriter(output, request.force, size + len(code)) as writer:
         plan = _write_weights(writer, program, checkpoint, progress)
         writer.add("plan.json", canonical_json(plan.to_json()))
         writer.add(CODE_MEMBER, code)
@@ -139,14 +141,17 @@ def _kv_precision(request: BuildRequest, target: Target, default: str) -> str:
 
 def _limits(request: BuildRequest, checkpoint: Checkpoint) -> dict[str, int]:
     longest = _max_positions(checkpoint)
-    limits = {"max_batch_size": request.max_batch_size or DEFAULT_MAX_BATCH_SIZE,
-              "max_num_tokens": request.max_num_tokens or DEFAULT_MAX_NUM_TOKENS,
-              "max_seq_len": request.max_seq_len or longest}
+    asked = {"max_batch_size": request.max_batch_size, "max_num_tokens": request.max_num_tokens,
+             "max_seq_len": request.max_seq_len}
+    defaults = {"max_batch_size": DEFAULT_MAX_BATCH_SIZE, "max_num_tokens": DEFAULT_MAX_NUM_TOKENS,
+                "max_seq_len": longest}
+    limits = {name: defaults[name] if value is None else value for name, value in asked.items()}
     for name, value in limits.items():
         if value < 1:
             raise RequestError(f"{name} must be at least 1, got {value}")
     if limits["max_seq_len"] > longest:
-        raise RequestError(f"max_seq_len {limits['max_seq_len']} is beyond the {longest} positions of {checkpoint.name}")
+        raise RequestError(f"max_seq_len {limits['max_seq_len']} is beyond the {longest} positions of "
+                           f"{checkpoint.name}")
     if limits["max_num_tokens"] < limits["max_batch_size"]:
         raise RequestError(f"max_num_tokens {limits['max_num_tokens']} is below max_batch_size "
                            f"{limits['max_batch_size']}: a step holds at least one token of every sequence")

@@ -76,3 +76,23 @@ def _demo(name: str) -> Result:
         return provide(MODELS[name])
     except Unreachable as error:
         pytest.skip(f"{name} is not in the cache and cannot be fetched: {error}")
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a random llama: 2 layers, hidden size 64, 4 heads of 16 that share 2 of keys, vocabulary 256, float32,
+    no tokenizer. Its weights are large enough that every part of it matters."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+                         num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=128)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn_like(parameter)
+            parameter.copy_(noise * 0.15 if parameter.ndim > 1 else 1 + noise * 0.1)
+    folder = tmp_path_factory.mktemp("tiny") / "tiny-llama"
+    model.save_pretrained(folder)
+    return folder

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 ALIGNMENT = 64  # bytes: one cache line, and the widest vector of any CPU target
 
@@ -74,7 +75,7 @@ def lower_bound(lives: Iterable[Life]) -> int:
 
 
 # Names break ties, so that the plan depends on nothing but the program.
-_ORDERS: tuple[Callable[[Life], tuple], ...] = (
+_ORDERS: tuple[Callable[[Life], tuple[Any, ...]], ...] = (
     lambda b: (-b.size, b.first, b.name),
     lambda b: (b.first, -b.size, b.name),
     lambda b: (-(b.last - b.first), -b.size, b.name),
