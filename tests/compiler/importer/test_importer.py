@@ -209,13 +209,6 @@ def test_long_rope_is_decided_by_the_longest_sequence(tmp_path: Path) -> None:
     assert np.abs(logits_of(tmp_path) - reference(tmp_path)).max() > 1e-3
 
 
-def test_a_gguf_file_gives_the_same_model(smollm2_gguf: Path) -> None:
-    checkpoint = open_checkpoint(smollm2_gguf)
-    recipe = import_model(checkpoint).graph.constants["model.layers.0.self_attn.q_proj.weight"]
-    assert recipe.tensor_names() == ("blk.0.attn_q.weight",) and recipe.shape == (576, 576)
-    assert "permute" in str(recipe)  # llama.cpp keeps the halves of each head interleaved
-
-
 @pytest.mark.parametrize(("model_type", "overrides", "message"), [
     ("t5", {}, "encoder-decoder"),
     ("vit", {}, "no causal language model"),
