@@ -1,9 +1,10 @@
 """Static memory planning: offsets in one arena for all values of a step.
 
 A value lives from the launch that writes it to the last launch that reads it. Values whose lives overlap must not
-overlap in memory. Finding the smallest arena is NP-hard (dynamic storage allocation); first-fit over a few orders,
-largest first foremost, comes within a few per cent of the lower bound on the graphs of language models, and often
-meets it (cf. Pisarchyk & Lee 2020, "Efficient Memory Management for Deep Neural Net Inference").
+overlap in memory. Finding the smallest arena is NP-hard (dynamic storage allocation). First-fit over a few orders,
+largest first foremost (cf. Pisarchyk & Lee 2020, "Efficient Memory Management for Deep Neural Net Inference"), comes
+within a tenth of the lower bound on the graphs of language models. Where that is not enough, the buffers that stick
+out above the bound are placed first in the next attempt, which on these graphs meets it after a few rounds.
 """
 from __future__ import annotations
 
@@ -12,6 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 ALIGNMENT = 64  # bytes: one cache line, and the widest vector of any CPU target
+_GOOD_ENOUGH = 1.01
+_ROUNDS = 24
+"""Attempts for each order, as long as the arena is larger than _GOOD_ENOUGH times the bound."""
 
 
 @dataclass(frozen=True)
@@ -49,16 +53,19 @@ def plan_arena(lives: Iterable[Life]) -> Arena:
     """Offsets for all buffers, none overlapping another that is alive at the same time."""
     lives = [Life(b.name, aligned(b.size), b.first, b.last) for b in lives]
     bound = lower_bound(lives)
-    best: tuple[int, dict[str, int]] | None = None
+    unshared = sum(b.size for b in lives)
+    best = unshared + 1, dict[str, int]()
     for order in _ORDERS:
-        offsets = _first_fit(sorted(lives, key=order))
-        size = max((offsets[b.name] + b.size for b in lives), default=0)
-        if best is None or size < best[0]:
-            best = size, offsets
-        if best[0] == bound:
-            break
-    assert best is not None
-    return Arena(best[1], best[0], bound, sum(b.size for b in lives))
+        attempt = sorted(lives, key=order)
+        for _ in range(_ROUNDS):
+            offsets = _first_fit(attempt)
+            size = max((offsets[b.name] + b.size for b in lives), default=0)
+            above = {b.name for b in lives if offsets[b.name] + b.size > bound}
+            best = min(best, (size, offsets), key=lambda found: found[0])
+            if best[0] <= _GOOD_ENOUGH * bound:
+                return Arena(best[1], best[0], bound, unshared)
+            attempt = [b for b in attempt if b.name in above] + [b for b in attempt if b.name not in above]
+    return Arena(best[1], best[0], bound, unshared)
 
 
 def lower_bound(lives: Iterable[Life]) -> int:
@@ -87,14 +94,15 @@ _ORDERS: tuple[Callable[[Life], tuple[Any, ...]], ...] = (
 def _first_fit(lives: list[Life]) -> dict[str, int]:
     """Each buffer at the lowest offset that is free during its whole life."""
     offsets: dict[str, int] = {}
-    placed: list[Life] = []
+    taken: dict[int, set[tuple[int, int]]] = {}  # launch -> (start, end) of what is alive then
     for life in lives:
-        taken = sorted((offsets[other.name], other.size) for other in placed if life.overlaps(other))
+        launches = range(life.first, life.last + 1)
         offset = 0
-        for start, size in taken:
+        for start, end in sorted(set().union(*(taken.get(launch, ()) for launch in launches))):
             if offset + life.size <= start:
                 break
-            offset = max(offset, start + size)
+            offset = max(offset, end)
         offsets[life.name] = offset
-        placed.append(life)
+        for launch in launches:
+            taken.setdefault(launch, set()).add((offset, offset + life.size))
     return offsets

@@ -57,3 +57,13 @@ def test_transformer_layers_take_no_more_than_one_layer() -> None:
 
 def test_no_buffers_need_no_memory() -> None:
     assert plan_arena([]).size == 0
+
+
+def test_what_sticks_out_is_placed_first_in_the_next_attempt() -> None:
+    """Of a GPT-2: the residuals of two layers and what is widest between them. First-fit in any of the simple orders
+    takes a ninth more than the bound."""
+    widths = ((1, 11, 22), (4, 19, 20), (4, 20, 21), (1, 21, 32), (4, 29, 30), (4, 30, 31))
+    lives = [Life(f"b{i}", 3072 * width, first, last) for i, (width, first, last) in enumerate(widths)]
+    arena = plan_arena(lives)
+    _check(lives, arena)
+    assert arena.size == arena.bound
