@@ -8,7 +8,7 @@ from ..ir.op import OPS
 from ..ir.types import DType, TensorType, make_dim, split_dim
 from .match import rebuilt
 
-_ROWWISE = {"linear", "rms_norm", "layer_norm", "softmax", "reshape"}
+_ROWWISE = {"linear", "rms_norm", "layer_norm", "softmax", "reshape", "slice"}
 
 
 def gather_logits(graph: Graph) -> Graph:
@@ -53,7 +53,7 @@ def _single_row_input(graph: Graph, node: Node) -> str | None:
     shape, result = graph.types[rows[0]].shape, graph.types[node.output].shape
     axis = shape.index("T")
     lost = "T" not in result or any(dim != 1 for dim in (*shape[:axis], *result[:result.index("T")]))
-    mixes_rows = node.op == "softmax" and node.attrs["dim"] % len(shape) == axis
+    mixes_rows = node.op in ("softmax", "slice") and node.attrs["dim"] == axis
     return None if lost or mixes_rows else rows[0]
 
 

@@ -146,8 +146,8 @@ def test_manifest_says_what_was_built(built: Callable[[str], BuildResult]) -> No
     assert memory["arena_bound_bytes"] <= memory["arena_bytes"] <= 1.05 * memory["arena_bound_bytes"]
     launches = {kernel["name"]: kernel["launches"] for kernel in manifest["kernels"]}
     assert sum(counts.get("24", 0) for name, counts in launches.items() if name.startswith("attention_q")) == 2
-    assert result.warnings == ("the checkpoint has no tokenizer: the engine takes token ids",)
-    assert set(result.seconds) == {"import", "passes", "plan", "compile", "weights"}
+    assert "the checkpoint has no tokenizer: the engine takes token ids" in result.warnings
+    assert set(result.seconds) >= {"import", "passes", "plan", "compile", "weights"}
 
 
 def test_buckets_double_up_to_the_limit() -> None:

@@ -44,6 +44,14 @@ def test_the_gather_stays_below_what_reads_two_values() -> None:
     expect_rows(graph, gathered)
 
 
+def test_the_end_of_a_padded_vocabulary_is_cut_from_the_rows() -> None:
+    b = Builder()
+    h = b.op("add", b.x("x", "T", 8), b.x("r", "T", 8))
+    graph = b.made(b.slice(b.op("linear", h, b.weight("w", 16, 8)), 1, 0, 13))
+    assert ops(gather_logits(graph)) == ["add", "gather_rows", "linear", "slice"]
+    expect_rows(graph, gather_logits(graph))
+
+
 def test_the_gather_stays_below_what_mixes_tokens() -> None:
     b = Builder()
     y = b.op("softmax", b.x("x", "T", 8), dim=0)
