@@ -4,13 +4,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..errors import CannotCompile
-from ..ir.graph import Graph, Node, Operand
+from ..ir.graph import Graph, Node, Operand, through_reshapes
 from ..ir.registry import OPS
 from ..ir.types import Dim, DType, TensorType
 from ..ir.verify import operand_type
 from ..weights.expr import literal_value
 from .expr import ZERO, Expr, UnknownExtent, add, bounds, const, index, load, times
-from .placement import AcceptsStrided, Placement, is_fused, place_values, through_reshapes
+from .placement import AcceptsStrided, Placement, is_fused, place_values
 from .views import Index, broadcast_index, permuted_index, reshaped_index, sliced_index
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ..ir.graph import Graph, Node
+from ..ir.graph import Graph, Node, through_reshapes
 from ..ir.registry import OPS
 from ..ir.types import Dim, TensorType, split_dim
 
@@ -108,13 +108,6 @@ class _Required:
         rows = {next((dim for dim in self.graph.types[name].shape if dim != 1), 1)
                 for node in chain for name in (node.output, node.values[0])}
         return len(rows) == 1
-
-
-def through_reshapes(value: str, producers: dict[str, Node]) -> str:
-    """What the value is a reshape of: the same elements in the same order."""
-    while (node := producers.get(value)) is not None and node.op == "reshape":
-        value = node.values[0]
-    return value
 
 
 def _evaluations(graph: Graph, placement: Placement) -> dict[str, dict[str, float]]:

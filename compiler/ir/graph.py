@@ -125,3 +125,10 @@ def fresh_names(graph: Graph, stem: str = "v") -> Iterable[str]:
         if name not in graph.types:
             yield name
         number += 1
+
+
+def through_reshapes(value: str, producers: Mapping[str, Node]) -> str:
+    """What the value is a reshape of: the same elements in the same order."""
+    while (node := producers.get(value)) is not None and node.op == "reshape":
+        value = node.values[0]
+    return value

@@ -4,7 +4,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from ..ir.graph import Graph, Node, Operand
+from ..ir.graph import Graph, Node, Operand, through_reshapes
 from ..ir.types import TensorType
 from ..ir.verify import infer_types
 from ..weights.expr import WeightExpr, literal_value
@@ -63,9 +63,7 @@ class Matcher:
 
     def through_reshapes(self, value: Operand) -> Operand:
         """What the value is a reshape of: the same elements in the same order."""
-        while (node := self.node(value, "reshape")) is not None:
-            value = node.inputs[0]
-        return value
+        return through_reshapes(value, self._producers) if isinstance(value, str) else value
 
     def split(self, node: Node, test: Callable[[Operand], bool]) -> tuple[Operand, Operand] | None:
         """For a binary node: (the operand that passes the test, the other), whichever side it stands on."""

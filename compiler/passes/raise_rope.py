@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ..ir.graph import Graph, Node, Operand
+from ..ir.graph import Graph, Node, Operand, through_reshapes
 from ..ir.interpret import run_node
 from ..ir.op import OPS
 from ..ir.types import concrete
@@ -115,11 +115,16 @@ class _Reader:
         return done[operand]
 
     def _anchor(self, value: str) -> _Term:
-        """The elements of a value that is not looked into, numbered; those of all anchors are different."""
-        if value not in self.anchors:
-            self.anchors.append(value)
+        """The elements of a value that is not looked into, numbered; those of all anchors are different.
+
+        A reshape has the elements of what it reshapes, so that queries and keys get the same tables however they are
+        shaped for them.
+        """
+        base = through_reshapes(value, self.producers)
+        if base not in self.anchors:
+            self.anchors.append(base)
         shape = concrete(self.graph.types[value].shape, {"T": _TOKENS, "L": _TOKENS})
-        numbers = np.arange(np.prod(shape), dtype=np.int64).reshape(shape) + (self.anchors.index(value) + 1 << 40)
+        numbers = np.arange(np.prod(shape), dtype=np.int64).reshape(shape) + (self.anchors.index(base) + 1 << 40)
         ones, none = np.ones(shape, np.int8), np.zeros(shape, np.int64)
         return _Term(ones, none, numbers) if value in self.of_positions else _Term(ones, numbers, none)
 

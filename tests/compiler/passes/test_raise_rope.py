@@ -7,6 +7,7 @@ import pytest
 
 from ingot.compiler.ir.graph import Graph
 from ingot.compiler.ir.types import DType
+from ingot.compiler.passes.merge_duplicates import merge_duplicates
 from ingot.compiler.passes.raise_rope import raise_rope
 from ingot.compiler.weights.expr import literal
 from tests.compiler.graphs import Builder, expect_same_meaning, only, ops
@@ -157,6 +158,21 @@ def test_rotations_with_the_same_factors_share_their_tables() -> None:
     raised = raise_rope(graph)
     assert ops(raised).count("rope") == 2
     assert len({str(expr) for expr in raised.constants.values()}) == len(raised.constants) == 2
+    expect_same_meaning(graph, raised)
+
+
+def test_a_single_head_of_keys_gets_the_tables_of_the_queries() -> None:
+    """Though they are shaped for it otherwise: with one head, [1, 1, T, D] is [1, T, 1, D]."""
+    b = Builder()
+    b.x("positions", "T", dtype=DType.I32)
+    cos, sin = tables(b, D)
+    shaped = [b.op("reshape", table, shape=(1, 1, "T", D)) for table in (cos, sin)]
+    q = rotate_half(b, b.x("q", 1, "T", H, D), cos, sin)
+    k = rotate_half(b, b.x("one", 1, 1, "T", D), *shaped)
+    graph = b.made(*(attention_of(b, b.op("reshape", x, shape=("T", n, D))) for x, n in ((q, H), (k, 1))))
+    raised = merge_duplicates(raise_rope(graph))
+    first, second = (node.inputs[1:] for node in raised.nodes if node.op == "rope")
+    assert first == second
     expect_same_meaning(graph, raised)
 
 
