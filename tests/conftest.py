@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -96,3 +98,31 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny") / "tiny-llama"
     model.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def speaking_checkpoint(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny checkpoint with a tokenizer: a token for each byte."""
+    from tests.runtime.mock_engine import tokenizer_json
+
+    folder = tmp_path_factory.mktemp("speaking") / "tiny-llama"
+    shutil.copytree(tiny_checkpoint, folder)
+    (folder / "tokenizer.json").write_bytes(tokenizer_json())
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    return folder
+
+
+@pytest.fixture(scope="session")
+def speaking_engine(speaking_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """(target, precision) -> an engine of the tiny checkpoint with a tokenizer, built when first asked for."""
+    from ingot.compiler.build import BuildRequest, build
+
+    folder = tmp_path_factory.mktemp("speaking_engines")
+
+    def engine(target: str = "cpu", precision: str = "fp32") -> Path:
+        path = folder / f"{target.replace(':', '-')}.{precision}.engine"
+        if not path.exists():
+            build(BuildRequest(str(speaking_checkpoint), target, precision, path, max_batch_size=2, max_num_tokens=8,
+                               calibrate=False))
+        return path
+    return engine

@@ -9,7 +9,8 @@ import importlib
 import os
 import sys
 import traceback
-from types import ModuleType
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from ..errors import IngotError, RequestError
@@ -18,6 +19,10 @@ from ..errors import IngotError, RequestError
 class Verb(NamedTuple):
     module: str
     summary: str
+
+    @property
+    def needs_compiler(self) -> bool:
+        return self.module.startswith("ingot.compiler.")
 
 
 VERBS = {
@@ -70,21 +75,25 @@ def _dispatch(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(f"ingot {name}", description=VERBS[name].summary, allow_abbrev=False)
     for flag, meaning in COMMON_FLAGS.items():
         parser.add_argument(flag, action="store_true", help=meaning)
-    module = _import(name, VERBS[name].module)
+    with _explained_absence(name):
+        module = importlib.import_module(VERBS[name].module)
     module.add_arguments(parser)
     try:
         arguments = parser.parse_args([*flags, *rest])
     except SystemExit as exit:  # argparse has printed its message, or the help
         return exit.code if isinstance(exit.code, int) else 2
-    status: int = module.run(arguments)
+    with _explained_absence(name):
+        status: int = module.run(arguments)
     return status
 
 
-def _import(verb: str, module: str) -> ModuleType:
+@contextmanager
+def _explained_absence(verb: str) -> Iterator[None]:
+    """What the compiler needs may be missing where it is imported, or where it is first used."""
     try:
-        return importlib.import_module(module)
+        yield
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith(("ingot.runtime", module)):
+        if error.name is None or error.name.startswith("ingot.runtime") or not VERBS[verb].needs_compiler:
             raise
         raise RequestError(
             f"`ingot {verb}` needs the compiler, which is not installed here: no module named {error.name!r}.\n"

@@ -1,8 +1,6 @@
 """The cpu device on the mock engine: results, isolation of steps, refusals, no allocation."""
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from ingot.runtime.engine_file import EngineFile
 from ingot.runtime.engine_format import EngineFormatError
 from ingot.runtime.errors import IngotError, RequestError
 from ingot.runtime.program import EngineMismatch
+from tests.runtime.allocations import allocations
 from tests.runtime.mock_engine import DIM, manifest, reference_logits, reference_means, write_engine
 
 TOKENS = [7, 200, 13, 13, 91, 0, 255, 30, 31, 32, 33]
@@ -182,57 +181,5 @@ def test_wrong_arguments(mock_path: Path, arguments: dict[str, int], message: st
     assert isinstance(caught.value, RequestError) or "memory" in message
 
 
-_COUNTER = """
-#define _GNU_SOURCE
-#include <stddef.h>
-#include <stdatomic.h>
-#include <sys/mman.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-void *__libc_malloc(size_t); void *__libc_calloc(size_t, size_t); void *__libc_realloc(void *, size_t);
-void *__libc_memalign(size_t, size_t);
-static atomic_long count;
-long num_allocations(void) { return count; }
-void *malloc(size_t n) { count++; return __libc_malloc(n); }
-void *calloc(size_t n, size_t m) { count++; return __libc_calloc(n, m); }
-void *realloc(void *p, size_t n) { count++; return __libc_realloc(p, n); }
-void *aligned_alloc(size_t a, size_t n) { count++; return __libc_memalign(a, n); }
-int posix_memalign(void **p, size_t a, size_t n) { count++; *p = __libc_memalign(a, n); return *p ? 0 : 12; }
-void *mmap(void *p, size_t n, int prot, int flags, int fd, off_t offset) {
-    count++;
-    return (void *)syscall(SYS_mmap, p, n, prot, flags, fd, offset);
-}
-"""
-
-_COUNTED_STEPS = """
-import ctypes, sys
-from ingot.runtime.devices import load_program
-from ingot.runtime.engine_file import EngineFile
-counter = ctypes.CDLL(None).num_allocations
-program = load_program(EngineFile.open(sys.argv[1]), 256, 2)
-inputs, blocks = program.inputs, list(range(10))
-counts = []
-for position in range(24):
-    before = counter()
-    inputs.clear()
-    inputs.add([position], position, blocks, 1)
-    program.step()
-    counts.append(counter() - before)
-print(*counts)
-before = counter()
-ctypes.create_string_buffer(100000)
-print(counter() - before)
-"""
-
-
 def test_no_allocation_in_any_step_after_the_first(mock_path: Path, tmp_path: Path) -> None:
-    """Counted in the C library, so that Python's, numpy's and the kernels' allocations all show."""
-    source, library = tmp_path / "counter.c", tmp_path / "counter.so"
-    source.write_text(_COUNTER)
-    compiler = [sys.executable, "-m", "ziglang", "cc"]
-    subprocess.run([*compiler, "-O1", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
-    done = subprocess.run([sys.executable, "-c", _COUNTED_STEPS, str(mock_path)], check=True, capture_output=True,
-                          text=True, env={**os.environ, "LD_PRELOAD": str(library)})
-    counts, control = done.stdout.splitlines()
-    assert int(control) > 0, "the counter does not count"
-    assert [int(count) for count in counts.split()][1:] == [0] * 23
+    assert allocations(mock_path, [1] * 24, tmp_path)[1:] == [0] * 23
