@@ -9,9 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ingot.runtime.errors import RequestError
 from ingot.runtime.manifest import canonical_json, weight_name
 
+from .calibration.calibrate import calibrate
 from .checkpoint.checkpoint import Checkpoint
 from .checkpoint.open import open_checkpoint
 from .cpu.generate import CpuProgram, generate
@@ -44,6 +47,7 @@ class BuildRequest:
     max_batch_size   sequences in a step, and rows of logits
     max_num_tokens   tokens in a step
     max_seq_len      tokens of a sequence, prompt and answer together; default: what the model was made for
+    calibrate        run the model on a short text, so that weights of 4 bits are rounded for the inputs they meet
     """
 
     model: str
@@ -58,6 +62,7 @@ class BuildRequest:
     dry_run: bool = False
     force: bool = False
     compiler: str = "zig"
+    calibrate: bool = True
 
 
 @dataclass(frozen=True)
@@ -119,10 +124,16 @@ def build(request: BuildRequest, progress: Progress = lambda stage, detail: None
         return BuildResult(None, "", manifest, clock.seconds, warnings)
     with clock.stage("compile", f"{len(program.kernels)} kernels for {target.isa}"):
         code = program.compile(request.compiler)
+    moments: dict[str, np.ndarray] = {}
+    if request.calibrate and any(weight.packing.scheme == "w4a8" for weight in program.weights):
+        with clock.stage("calibrate", "rounding errors of the weights"):
+            moments, missed = calibrate(checkpoint, program.weights, tokenizer,
+                                        lambda detail: progress("calibrate", detail))
+        warnings = (*warnings, *missed)
     size = manifest["memory"]["weights_bytes"]
     with clock.stage("weights", f"{len(program.weights)} tensors, {size / 1e6:.0f} MB"), \
             EngineWriter(output, request.force, size + len(code)) as writer:
-        plan = _write_weights(writer, program, checkpoint, progress)
+        plan = _write_weights(writer, program, checkpoint, moments, progress)
         writer.add("plan.json", canonical_json(plan.to_json()))
         writer.add(CODE_MEMBER, code)
         for name, data in tokenizer.items():
@@ -170,11 +181,12 @@ def _max_positions(checkpoint: Checkpoint) -> int:
     return found[0] if found else DEFAULT_MAX_SEQ_LEN
 
 
-def _write_weights(writer: EngineWriter, program: CpuProgram, checkpoint: Checkpoint, progress: Progress) -> Plan:
+def _write_weights(writer: EngineWriter, program: CpuProgram, checkpoint: Checkpoint,
+                   moments: dict[str, np.ndarray], progress: Progress) -> Plan:
     written = {}
     for number, weight in enumerate(program.weights, 1):
         progress("weights", f"{number}/{len(program.weights)} {weight.label}")
-        data = weight.make(checkpoint)
+        data = weight.make(checkpoint, moments.get(weight.name))
         member = writer.add_weight(data)
         written[weight.name] = Weight(member.removeprefix("weights/").removesuffix(".bin"), data.nbytes, weight.label)
         assert member == weight_name(written[weight.name].blob)

@@ -20,6 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-precision", metavar="P", help="of the KV cache (default: the precision's own)")
     parser.add_argument("--compiler", choices=("zig", "cc"), default="zig",
                         help="C compiler: the pinned zig (default), or this machine's cc")
+    parser.add_argument("--no-calibration", dest="calibrate", action="store_false",
+                        help="round weights of 4 bits to nearest, without running the model on a text")
     parser.add_argument("--dump", type=Path, metavar="DIR", help="write the graph after each pass there")
     parser.add_argument("--dry-run", action="store_true", help="plan only: no code, no weights, no file")
     parser.add_argument("--force", action="store_true", help="replace the engine file if there is one")
@@ -31,6 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
         max_batch_size=arguments.max_batch_size, max_num_tokens=arguments.max_num_tokens,
         max_seq_len=arguments.max_seq_len, kv_precision=arguments.kv_precision, dump=arguments.dump,
         dry_run=arguments.dry_run, force=arguments.force, compiler=arguments.compiler,
+        calibrate=arguments.calibrate,
     )
     report = _Report(not arguments.json)
     try:
@@ -62,9 +65,9 @@ class _Report:
             self._line.clear()
             self._stage = stage
             if self._enabled:
-                print(f"{stage:<8} {detail}", file=sys.stderr, flush=True)
+                print(f"{stage:<9} {detail}", file=sys.stderr, flush=True)
         else:
-            self._line.show(f"{stage:<8} {detail}")
+            self._line.show(f"{stage:<9} {detail}")
 
     def end(self) -> None:
         self._line.clear()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ingot.plugins.linear.compensate import feedback
 from ingot.plugins.linear.pack import pack, packed_size
 from ingot.plugins.scheme import PANEL, SCHEMES
 
@@ -31,10 +32,13 @@ RAW = Packing()
 
 @dataclass(frozen=True)
 class PackedWeight:
+    """parameters: what the model calls the constants that are joined in it, such as those of q, k and v."""
+
     name: str
     expr: WeightExpr
     packing: Packing
     label: str
+    parameters: tuple[str, ...] = ()
 
     @property
     def size_bytes(self) -> int:
@@ -43,16 +47,19 @@ class PackedWeight:
         *experts, n, k = self.expr.shape
         return math.prod(experts) * packed_size(n, k, SCHEMES[self.packing.scheme])
 
-    def make(self, source: TensorSource) -> np.ndarray:
-        """The blob, u8. Evaluates the expression a piece at a time. Raises what the checkpoint raises."""
+    def make(self, source: TensorSource, moment: np.ndarray | None = None) -> np.ndarray:
+        """The blob, u8. Evaluates the expression a piece at a time. Raises what the checkpoint raises.
+
+        moment: f32 [K, K], of the inputs that meet this matrix; it is rounded for them then, not for itself.
+        """
         if self.packing == RAW:
             return evaluate(self.expr, source).reshape(-1).view(np.uint8)
         blob, at = np.empty(self.size_bytes, np.uint8), 0
-        rows = self.expr.shape[0]
+        rows, inputs = self.expr.shape[0], None if moment is None else feedback(moment)
         step = ROWS_AT_A_TIME if len(self.expr.shape) == 2 else 1
         for begin in range(0, rows, step):
             part = evaluate(self.expr, source, rows=(begin, min(begin + step, rows)))
-            packed = pack(part.reshape(-1, part.shape[-1]), SCHEMES[self.packing.scheme])
+            packed = pack(part.reshape(-1, part.shape[-1]), SCHEMES[self.packing.scheme], inputs)
             blob[at:at + packed.size] = packed
             at += packed.size
         assert at == blob.size, f"{self.label}: packed {at} bytes, expected {blob.size}"
@@ -69,5 +76,7 @@ class WeightTable:
         key = expr, packing
         if key not in self.entries:
             text = f"{label} {packing.scheme or DType(expr.type.dtype).value} {list(expr.shape)}"
-            self.entries[key] = PackedWeight(f"w{len(self.entries)}", expr, packing, text)
+            # A matrix that the model stores the other way round is named for its transpose.
+            parameters = tuple(part.removesuffix(".permute") for part in label.split("+"))
+            self.entries[key] = PackedWeight(f"w{len(self.entries)}", expr, packing, text, parameters)
         return self.entries[key].name

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ..scheme import BLOCK, PANEL, Scheme
+from .compensate import Feedback, quantize_w4_compensated
 from .quantize_weights import quantize_w4, quantize_w8
 
 _CHUNK_ELEMENTS = 1 << 20
@@ -28,9 +29,10 @@ def panel_bytes(k: int, scheme: Scheme) -> int:
     return {32: 64 * k, 16: 64 * -(-k // 2), 8: 512 * blocks + 64, 4: 320 * blocks}[scheme.weight_bits]
 
 
-def pack(w: np.ndarray, scheme: Scheme) -> np.ndarray:
+def pack(w: np.ndarray, scheme: Scheme, inputs: Feedback | None = None) -> np.ndarray:
     """w [N, K], float32, or bfloat16 as uint16 bits -> uint8 [packed_size(N, K)].
 
+    inputs: those that the layer gets; four bits are then rounded for the least error of its output.
     Beyond its result it takes memory for about a million weights. NaN or infinite weights are the caller's to refuse.
     """
     n, k = w.shape
@@ -38,7 +40,7 @@ def pack(w: np.ndarray, scheme: Scheme) -> np.ndarray:
     for begin, end in _chunks(n, k):
         rows = np.zeros((-(-(end - begin) // PANEL) * PANEL, k), w.dtype)
         rows[:end - begin] = w[begin:end]
-        out[begin // PANEL:-(-end // PANEL)] = _pack_rows(rows, scheme)
+        out[begin // PANEL:-(-end // PANEL)] = _pack_rows(rows, scheme, inputs)
     return out.reshape(-1)
 
 
@@ -75,7 +77,7 @@ def _chunks(n: int, k: int) -> Iterator[tuple[int, int]]:
         yield begin, min(n, begin + step)
 
 
-def _pack_rows(w: np.ndarray, scheme: Scheme) -> np.ndarray:
+def _pack_rows(w: np.ndarray, scheme: Scheme, inputs: Feedback | None) -> np.ndarray:
     """Rows of whole panels -> uint8 [panels, panel_bytes]."""
     panels, k = w.shape[0] // PANEL, w.shape[1]
     if scheme.weight_bits == 32:
@@ -87,7 +89,8 @@ def _pack_rows(w: np.ndarray, scheme: Scheme) -> np.ndarray:
         q, scale = quantize_w8(to_float32(w))
         return np.concatenate([_bytes(_pad_k(q, BLOCK).reshape(panels, PANEL, -1, 4).transpose(0, 2, 1, 3)),
                                _bytes(scale.reshape(panels, PANEL))], axis=1)
-    nibbles, step, minimum = quantize_w4(_pad_k(to_float32(w), BLOCK))
+    padded = _pad_k(to_float32(w), BLOCK)
+    nibbles, step, minimum = quantize_w4(padded) if inputs is None else quantize_w4_compensated(padded, inputs)
     halves = nibbles.reshape(panels, PANEL, -1, 2, 4, 4)
     pairs = (halves[:, :, :, 0] | halves[:, :, :, 1] << 4).transpose(0, 2, 3, 1, 4)
     blocks = [pairs.reshape(panels, pairs.shape[1], -1)]

@@ -37,13 +37,18 @@ def quantize_w4(w: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     for begin in range(0, len(groups), _GROUPS_AT_ONCE):
         part = slice(begin, begin + _GROUPS_AT_ONCE)
         x = np.ascontiguousarray(groups[part].T)  # sums over a group are then sums of rows, which are fast
-        fitted_step, fitted_minimum = _fit(x)
-        step[part], minimum[part] = _to_f16(fitted_step), _to_f16(fitted_minimum)
-        # The step as rounded to float16; the minimum that suits it best; then the integers that suit both.
-        levels = _levels(x, step[part], fitted_minimum)
-        minimum[part] = _to_f16((x - levels * step[part].astype(np.float32)).mean(axis=0))
-        q[part] = _levels(x, step[part], minimum[part]).T
+        step[part], minimum[part] = fit_w4(x)
+        q[part] = nearest_level(x, step[part], minimum[part]).T
     return q.reshape(w.shape), step.reshape(len(w), -1), minimum.reshape(len(w), -1)
+
+
+def fit_w4(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Step and minimum, float16, for each group of weights, which are the columns of x [32, groups]."""
+    fitted_step, fitted_minimum = _fit(x)
+    step = _to_f16(fitted_step)
+    # The step as rounded to float16; the minimum that suits it best.
+    levels = nearest_level(x, step, fitted_minimum)
+    return step, _to_f16((x - levels * step.astype(np.float32)).mean(axis=0))
 
 
 def _fit(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -73,14 +78,14 @@ def _fit(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         np.copyto(minimum, (unit_sum - slope * q_sum) / BLOCK, where=better)
     step, minimum = step * span, minimum * span + low
     # The best line may suit other integers better than those it was drawn through: once more.
-    q = _levels(x, step, minimum)
+    q = nearest_level(x, step, minimum)
     q_sum, x_sum = q.sum(axis=0), x.sum(axis=0)
     slope = ((q * x).sum(axis=0) - q_sum * x_sum / BLOCK) * _reciprocal((q * q).sum(axis=0) - q_sum * q_sum / BLOCK)
     return slope, (x_sum - slope * q_sum) / BLOCK
 
 
-def _levels(x: np.ndarray, step: np.ndarray, minimum: np.ndarray) -> np.ndarray:
-    """The nearest of the 16 levels, as float32."""
+def nearest_level(x: np.ndarray, step: np.ndarray, minimum: np.ndarray) -> np.ndarray:
+    """The nearest of the 16 levels of each weight, 0..15 as float32."""
     q = x - minimum.astype(np.float32)
     q *= _reciprocal(step.astype(np.float32))
     np.rint(q, out=q)

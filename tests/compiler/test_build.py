@@ -166,6 +166,14 @@ def test_same_request_same_bytes_wherever_it_is_built(built: Callable[[str], Bui
     assert again.path.read_bytes() == first.path.read_bytes()
 
 
+def test_calibration_can_be_left_out(built: Callable[[str], BuildResult], tiny_checkpoint: Path,
+                                     tmp_path: Path) -> None:
+    """Then the model is not run; other precisions have none."""
+    plain = build(replace(request(tiny_checkpoint, tmp_path / "x.engine", "w4a8"), calibrate=False))
+    assert "calibrate" not in plain.seconds and plain.hash == built("w4a8").hash
+    assert "calibrate" not in built("int8").seconds
+
+
 def test_dry_run_plans_and_writes_nothing(tiny_checkpoint: Path, tmp_path: Path) -> None:
     seen: list[str] = []
     result = build(replace(request(tiny_checkpoint, tmp_path / "x.engine"), dry_run=True),
