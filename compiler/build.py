@@ -183,13 +183,18 @@ def _max_positions(checkpoint: Checkpoint) -> int:
 
 def _write_weights(writer: EngineWriter, program: CpuProgram, checkpoint: Checkpoint,
                    moments: dict[str, np.ndarray], progress: Progress) -> Plan:
+    from threadpoolctl import threadpool_limits
+
     written = {}
-    for number, weight in enumerate(program.weights, 1):
-        progress("weights", f"{number}/{len(program.weights)} {weight.label}")
-        data = weight.make(checkpoint, moments.get(weight.name))
-        member = writer.add_weight(data)
-        written[weight.name] = Weight(member.removeprefix("weights/").removesuffix(".bin"), data.nbytes, weight.label)
-        assert member == weight_name(written[weight.name].blob)
+    # Sums of a matrix product that threads share come out differently by their number: the same bytes need one.
+    with threadpool_limits(1, "blas"):
+        for number, weight in enumerate(program.weights, 1):
+            progress("weights", f"{number}/{len(program.weights)} {weight.label}")
+            data = weight.make(checkpoint, moments.get(weight.name))
+            member = writer.add_weight(data)
+            blob = member.removeprefix("weights/").removesuffix(".bin")
+            assert member == weight_name(blob)
+            written[weight.name] = Weight(blob, data.nbytes, weight.label)
     return program.plan(written)
 
 
