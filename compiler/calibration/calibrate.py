@@ -47,7 +47,8 @@ def calibrate(checkpoint: Checkpoint, weights: Sequence[PackedWeight], tokenizer
     found = {}
     for weight in rounded:
         known = [moments[parameter] for parameter in weight.parameters if parameter in moments]
-        if known:  # merged matrices read the same input
+        # Merged matrices read the same input. A damaged checkpoint is refused when its tensors are read.
+        if known and np.isfinite(known[0]).all():
             found[weight.name] = known[0]
     missing = [weight.label for weight in rounded if weight.name not in found]
     return found, [f"not calibrated: {len(missing)} of {len(rounded)} weights of 4 bits, such as {missing[0]}; "

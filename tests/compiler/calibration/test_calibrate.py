@@ -76,3 +76,9 @@ def test_a_matrix_that_is_no_linear_layer_is_named(checkpoint: Checkpoint) -> No
     found, warnings = calibrate(checkpoint, [weight, lost], TOKENIZER_FILES, lambda detail: None)
     assert set(found) == {"w1"} and warnings == [
         "not calibrated: 1 of 2 weights of 4 bits, such as elsewhere; they are rounded to nearest"]
+
+
+def test_moments_that_are_not_finite_are_left_out(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "gather", lambda *arguments: {DOWN: np.full((4, 4), np.nan, np.float32)})
+    found, warnings = calibrate(checkpoint, [packed(checkpoint, "w1", (DOWN,))], TOKENIZER_FILES, lambda detail: None)
+    assert found == {} and "1 of 1 weights" in warnings[0]
