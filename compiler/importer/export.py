@@ -19,6 +19,7 @@ import torch
 import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.overrides import TorchFunctionMode
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
@@ -29,6 +30,8 @@ from .token_guards import GuardLog, base_name
 _TRACED_TOKENS = 16
 _MAX_TOKENS = 1 << 20
 """Upper bound of the symbolic number of tokens where nothing else bounds it; the tracer wants one."""
+
+_LARGE_ELEMENTS = 1 << 20
 
 # Kept whole instead of being decomposed: each is one operator of ours, or is recognised as a part of attention.
 _KEPT = ("aten.linear.", "aten.silu.", "aten.gelu.", "aten.layer_norm.", "aten.softmax.int", "aten.rms_norm.",
@@ -160,9 +163,24 @@ def _build(config: PretrainedConfig) -> PreTrainedModel:
     raise first_error
 
 
+class _LargeOnMeta(TorchFunctionMode):
+    """torch.empty of a parameter's size gives a meta tensor. No model fills a buffer of that size this way."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = None
+        if func is torch.empty:
+            result = torch.empty(*args, **{**(kwargs or {}), "device": "meta"})
+        if result is None or result.numel() < _LARGE_ELEMENTS:
+            return func(*args, **(kwargs or {}))
+        return result
+
+
 @contextlib.contextmanager
 def _parameters_without_memory() -> Iterator[None]:
-    """Every parameter that a module registers goes to the meta device; buffers stay what they are."""
+    """Every parameter that a module registers goes to the meta device; buffers stay what they are.
+
+    Large tensors are made there at once: the experts of one layer alone can exceed the machine's memory.
+    """
     register = torch.nn.Module.register_parameter
 
     def register_meta(self: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
@@ -172,7 +190,8 @@ def _parameters_without_memory() -> Iterator[None]:
 
     torch.nn.Module.register_parameter = register_meta
     try:
-        yield
+        with _LargeOnMeta():
+            yield
     finally:
         torch.nn.Module.register_parameter = register
 
