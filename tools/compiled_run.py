@@ -22,8 +22,8 @@ def compiled_logits(folder: Path, ids: np.ndarray, precision: str = "fp32") -> n
     tokens = [int(token) for token in ids]
     with tempfile.TemporaryDirectory() as temporary:
         path = Path(temporary) / "model.engine"
-        build(BuildRequest(str(folder), "cpu", precision, path, max_batch_size=len(tokens), max_num_tokens=2 * len(tokens),
-                           max_seq_len=len(tokens)))
+        build(BuildRequest(str(folder), "cpu", precision, path, max_batch_size=len(tokens),
+                           max_num_tokens=2 * len(tokens), max_seq_len=len(tokens)))
         with EngineFile.open(path) as engine:
             program = CpuProgram(engine, 4 * len(tokens), num_workers=2)
             try:

@@ -64,7 +64,8 @@ class Parameters:
             if expr is not None and expr.shape != self.shapes[name]:
                 raise CheckpointMismatch(
                     f"{self.where}: {name} of {self.model_name} has the shape {list(self.shapes[name])} by the "
-                    f"configuration, the checkpoint gives {list(expr.shape)} ({expr}). Is it the configuration of this checkpoint?")
+                    f"configuration, the checkpoint gives {list(expr.shape)} ({expr}). "
+                    "Is it the configuration of this checkpoint?")
 
     def _missing_text(self, missing: list[str]) -> str:
         lines = [f"{self.where} lacks {len(missing)} of the tensors that {self.model_name} needs:"]
