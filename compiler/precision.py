@@ -50,5 +50,6 @@ PRECISIONS = {p.name: p for p in (
 
 def find_precision(name: str) -> Precision:
     if name not in PRECISIONS:
-        raise RequestError(f"unknown precision {name!r}; known: {', '.join(PRECISIONS)}")
+        raise RequestError(f"unknown precision {name!r}; known: {', '.join(PRECISIONS)}.\n"
+                           "  Which of them a target has: ingot targets")
     return PRECISIONS[name]

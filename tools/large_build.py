@@ -132,11 +132,14 @@ def _anonymous_bytes(pid: int) -> int:
     """RssAnon of a process and its descendants; of those that have ended meanwhile nothing."""
     total = 0
     try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
         status = Path(f"/proc/{pid}/status").read_text()
         total += sum(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon:"))
         for task in os.listdir(f"/proc/{pid}/task"):
-            children = Path(f"/proc/{pid}/task/{task}/children").read_text()
-            total += sum(_anonymous_bytes(int(child)) for child in children.split())
+            for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split():
+                # Between fork and exec a child has its parent's memory, which would count twice.
+                if Path(f"/proc/{child}/cmdline").read_bytes() != command:
+                    total += _anonymous_bytes(int(child))
     except (FileNotFoundError, ProcessLookupError):
         pass
     return total
