@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from ..errors import CannotCompile
 from ..ir.graph import Graph, Node, Operand, through_reshapes
 from ..ir.registry import OPS
-from ..ir.types import Dim, DType, TensorType
+from ..ir.types import Dim, DType
 from ..ir.verify import operand_type
 from ..weights.expr import literal_value
 from .expr import ZERO, Expr, UnknownExtent, add, bounds, const, index, load, times
@@ -185,7 +185,3 @@ def _arange(node: Node, at: Expr) -> Expr:
     scaled = Expr("mul", (Expr("cast", (at,), DType.F32), const(float(step), DType.F32)))
     total = Expr("add", (scaled, const(float(start), DType.F32)))
     return total if dtype == DType.F32 else Expr("cast", (total,), dtype, dtype)
-
-
-def loop_type(node: Node) -> TensorType:
-    return TensorType(tuple(node.attrs["shape"]), node.attrs["dtype"])

@@ -117,16 +117,6 @@ class Renamer:
         return renamed
 
 
-def fresh_names(graph: Graph, stem: str = "v") -> Iterable[str]:
-    """An endless supply of value names that the graph does not use yet."""
-    number = 0
-    while True:
-        name = f"{stem}{number}"
-        if name not in graph.types:
-            yield name
-        number += 1
-
-
 def through_reshapes(value: str, producers: Mapping[str, Node]) -> str:
     """What the value is a reshape of: the same elements in the same order."""
     while (node := producers.get(value)) is not None and node.op == "reshape":
