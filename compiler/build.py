@@ -97,7 +97,9 @@ def build(request: BuildRequest, progress: Progress = lambda stage, detail: None
     Raises RequestError for what is asked wrongly (before any long work where possible), WorkFailed for what fails.
     Nothing is left behind by a build that fails.
     """
-    target, precision = find_target(request.target), find_precision(request.precision)
+    target = find_target(request.target)
+    target.require_engines(request.precision)
+    precision = find_precision(request.precision)
     target.require_precision(precision.name)
     kv = _kv_precision(request, target, precision.kv)
     clock = _Clock(progress)
