@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from .engine_file import EngineFile
 from .engine_format import EngineFormatError
+from .text_stream import TableStream, TextStream, TokenTexts, WindowStream, token_texts
 
 if TYPE_CHECKING:
     from .chat_template import ChatTemplate, Message
@@ -35,6 +36,7 @@ class Tokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._chat_template = chat_template
+        self._texts: dict[bool, TokenTexts | None] = {}
         self._special_tokens = dict(config.get("special_tokens", {}))
 
     @classmethod
@@ -53,6 +55,15 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
+
+    def stream(self, prompt: Sequence[int] = (), skip_special_tokens: bool = True) -> TextStream:
+        """The text of the tokens that follow on `prompt`, as they come."""
+        if skip_special_tokens not in self._texts:
+            self._texts[skip_special_tokens] = token_texts(self._tokenizer, skip_special_tokens)
+        texts = self._texts[skip_special_tokens]
+        if texts is not None:
+            return TableStream(texts, prompt)
+        return WindowStream(partial(self.decode, skip_special_tokens=skip_special_tokens), prompt)
 
     @property
     def has_chat_template(self) -> bool:
@@ -76,37 +87,3 @@ def read_config(engine: EngineFile) -> dict[str, Any]:
         return {}
     config: dict[str, Any] = json.loads(engine.read(CONFIG))
     return config
-
-
-class TextStream:
-    """Turns the tokens of an answer into text as they come, and never gives out half a character.
-
-    A character can take several tokens, and how a token is written can depend on the one before it. So the last few
-    tokens are decoded again with each new one, and what has been added is given out once it ends in a whole character.
-    """
-
-    # Tokens of the prompt that may matter to how the first token of the answer is written: a blank before it or not.
-    _CONTEXT = 6
-
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
-        self._tokenizer = tokenizer
-        self._window = list(prompt[-self._CONTEXT :])
-        self._num_given = len(self._window)  # tokens of the window whose text has been given out, or is the prompt's
-
-    def add(self, token: int) -> str:
-        """The text that can be given out with this token; empty while a character is incomplete."""
-        self._window.append(token)
-        return self._text(hold_incomplete=True)
-
-    def end(self) -> str:
-        """What is still held back, when no token follows."""
-        return self._text(hold_incomplete=False)
-
-    def _text(self, hold_incomplete: bool) -> str:
-        given = self._tokenizer.decode(self._window[: self._num_given])
-        text = self._tokenizer.decode(self._window)
-        if len(text) <= len(given) or (hold_incomplete and text.endswith("\N{REPLACEMENT CHARACTER}")):
-            return ""
-        self._window = self._window[self._num_given :]
-        self._num_given = len(self._window)
-        return text[len(given) :]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers
 
 from ingot.runtime.engine_format import EngineFormatError
-from ingot.runtime.tokenizer import TextStream, Tokenizer
+from ingot.runtime.tokenizer import Tokenizer
 from tests.runtime.mock_engine import BOS, EOS, TEMPLATE, tokenizer_json
 
 CONFIG = {"special_tokens": {"bos_token": "<s>"}}
@@ -32,7 +32,7 @@ def fallback_tokenizer() -> Tokenizer:
 
 
 def pieces(tokenizer: Tokenizer, ids: list[int], prompt: list[int] | None = None) -> list[str]:
-    stream = TextStream(tokenizer, prompt or [])
+    stream = tokenizer.stream(prompt or [])
     return [*(stream.add(token) for token in ids), stream.end()]
 
 
