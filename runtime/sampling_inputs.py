@@ -5,16 +5,17 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from .sampling import MAX_BAD_WORDS, MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_STOPS
 
 if TYPE_CHECKING:
-    from .program import Float32Array
     from .sampling_state import SequenceSampling
-    from .step import Int32Array
+
+Int32Array = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
+Float32Array = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 
 SAMPLE = -1
 """`target` of a row whose next token is to be chosen."""
@@ -57,6 +58,7 @@ class SamplingStruct(ctypes.Structure):
                 *((name, ctypes.c_void_p) for name in (*INPUTS, *OUTPUTS, *SCRATCH))]
 
 
+@dataclass(frozen=True)
 class StepOutputs:
     """What a step gave, a row for each row of SamplingInputs; valid until a step of the same inputs is launched again.
 
@@ -68,12 +70,21 @@ class StepOutputs:
     top_logprobs  f32 [rows, 20]
     """
 
-    def __init__(self, max_rows: int) -> None:
-        self.tokens: Int32Array = np.zeros(max_rows, np.int32)
-        self.logprobs: Float32Array = np.zeros(max_rows, np.float32)
-        self.ranks: Int32Array = np.zeros(max_rows, np.int32)
-        self.top_ids: Int32Array = np.zeros((max_rows, MAX_LOGPROBS), np.int32)
-        self.top_logprobs: Float32Array = np.zeros((max_rows, MAX_LOGPROBS), np.float32)
+    tokens: Int32Array
+    logprobs: Float32Array
+    ranks: Int32Array
+    top_ids: Int32Array
+    top_logprobs: Float32Array
+
+    @classmethod
+    def allocate(cls, num_rows: int) -> Self:
+        return cls(np.zeros(num_rows, np.int32), np.zeros(num_rows, np.float32), np.zeros(num_rows, np.int32),
+                   np.zeros((num_rows, MAX_LOGPROBS), np.int32), np.zeros((num_rows, MAX_LOGPROBS), np.float32))
+
+    def first(self, num_rows: int) -> StepOutputs:
+        """Views of the first rows."""
+        return StepOutputs(self.tokens[:num_rows], self.logprobs[:num_rows], self.ranks[:num_rows],
+                           self.top_ids[:num_rows], self.top_logprobs[:num_rows])
 
 
 @dataclass(frozen=True)
@@ -103,7 +114,7 @@ class SamplingInputs:
         self.bias_ids: Int32Array = np.zeros((max_rows, MAX_BIASES), np.int32)
         self.bias_values: Float32Array = np.zeros((max_rows, MAX_BIASES), np.float32)
         self.masks = np.zeros((max_rows, mask_words), np.uint32)
-        self.outputs = StepOutputs(max_rows)
+        self.outputs = StepOutputs.allocate(max_rows)
         self._scratch = [np.zeros((max_rows, chunks), dtype) for dtype in (np.float32, np.float64, np.float64)]
         arrays = {name: getattr(self, name) for name in SamplingStruct.INPUTS}
         arrays |= {name: getattr(self.outputs, name) for name in SamplingStruct.OUTPUTS}

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .sampling import SamplingParams
-from .sampling_inputs import SAMPLE, row_record
+from .sampling_inputs import SAMPLE, Int32Array, row_record
 
 if TYPE_CHECKING:
-    from .step import Int32Array
     from .tokenizer import Tokenizer
 
 # Of a bias, beyond what any logit is: it leaves room for sums in float32.
