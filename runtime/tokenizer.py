@@ -58,12 +58,30 @@ class Tokenizer:
 
     def stream(self, prompt: Sequence[int] = (), skip_special_tokens: bool = True) -> TextStream:
         """The text of the tokens that follow on `prompt`, as they come."""
-        if skip_special_tokens not in self._texts:
-            self._texts[skip_special_tokens] = token_texts(self._tokenizer, skip_special_tokens)
-        texts = self._texts[skip_special_tokens]
+        texts = self._table(skip_special_tokens)
         if texts is not None:
             return TableStream(texts, prompt)
         return WindowStream(partial(self.decode, skip_special_tokens=skip_special_tokens), prompt)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token adds to a text, special tokens by name, in UTF-8; not always whole characters."""
+        texts = self._table(skip_special_tokens=False)
+        if texts is not None:
+            entry = texts[token_id]
+            return entry.encode() if isinstance(entry, str) else entry
+        # Decoders may drop the blank before a text's first word, so another token comes before.
+        before = self._before
+        text = self.decode([*before, token_id], skip_special_tokens=False)
+        return text[len(self.decode(before, skip_special_tokens=False)) :].encode()
+
+    @cached_property
+    def _before(self) -> list[int]:
+        return self.encode("a", add_special_tokens=False)[-1:]
+
+    def _table(self, skip_special_tokens: bool) -> TokenTexts | None:
+        if skip_special_tokens not in self._texts:
+            self._texts[skip_special_tokens] = token_texts(self._tokenizer, skip_special_tokens)
+        return self._texts[skip_special_tokens]
 
     @property
     def has_chat_template(self) -> bool:

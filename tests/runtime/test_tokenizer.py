@@ -96,3 +96,16 @@ def test_settings_of_training_do_not_cut_or_pad() -> None:
 def test_what_is_no_tokenizer() -> None:
     with pytest.raises(EngineFormatError, match=r"tokenizer/tokenizer\.json: "):
         Tokenizer(b'{"model": 1}', {})
+
+
+@given(st.text(st.sampled_from("ab é😀漢"), min_size=1, max_size=12))
+def test_the_bytes_of_tokens_make_up_a_text(text: str) -> None:
+    tokenizer = fallback_tokenizer()
+    assert b"".join(map(tokenizer.token_bytes, tokenizer.encode(text))).decode() == " " + text
+
+
+def test_token_bytes_without_a_table_keep_the_blank() -> None:
+    tokenizer = fallback_tokenizer()
+    ids = tokenizer.encode("a b")
+    tokenizer._texts[False] = None  # as for a decoder that writes a token in more than one way
+    assert [tokenizer.token_bytes(token) for token in ids] == [b" a", b" b"]
