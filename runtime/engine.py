@@ -23,8 +23,9 @@ from .host import available_memory_bytes, return_free_memory
 from .kv_blocks import KvBlocks
 from .loop import KvCacheTooSmall, Loop
 from .loop import Sequence as Tokens
-from .program import Float32Array, Limits, Program
+from .program import Limits, Program, step_logits
 from .sampling import Sampler, SamplingParams
+from .sampling_inputs import Float32Array
 from .tokenizer import TextStream, Tokenizer, read_config
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.limits = Limits.of(file.manifest)
         self.stop_token_ids = frozenset(read_config(file).get("eos_token_ids", ()))
-        self._blocks = KvBlocks(program.num_blocks, program.block_size)
+        self._blocks = KvBlocks(program.num_blocks // len(program.kv_windows), program.block_size)
         self._sampler = Sampler(program.vocab_size)
 
     @classmethod
@@ -168,9 +169,10 @@ class Engine:
         with self._borrowed_blocks(len(tokens)) as blocks:
             for begin in range(0, len(tokens), count):
                 chunk = tokens[begin : begin + count]
-                self.program.inputs.clear()
-                self.program.inputs.add(chunk, begin, blocks, len(chunk))
-                yield self.program.step()
+                inputs = self.program.inputs[0]
+                inputs.clear()
+                inputs.add(chunk, begin, self._tables(blocks), len(chunk))
+                yield step_logits(self.program, inputs)
 
     def trace(self, token_ids: Sequence[int], values: Collection[str]) -> dict[str, np.ndarray]:
         """Values of the plan by name, in the order in which one step over all the tokens computes them.
@@ -181,9 +183,15 @@ class Engine:
         if len(tokens) > self.limits.max_num_tokens:
             raise PromptError(f"{len(tokens)} tokens; a step of this engine takes {self.limits.max_num_tokens} at most")
         with self._borrowed_blocks(len(tokens)) as blocks:
-            self.program.inputs.clear()
-            self.program.inputs.add(tokens, 0, blocks, min(len(tokens), self.limits.max_batch_size))
-            return self.program.trace(values)
+            inputs = self.program.inputs[0]
+            inputs.clear()
+            inputs.add(tokens, 0, self._tables(blocks), min(len(tokens), self.limits.max_batch_size))
+            return self.program.trace(inputs, values)
+
+    def _tables(self, blocks: list[int]) -> list[list[int]]:
+        """The block of each table: those of the pool, as many in a row as there are tables, are given out together."""
+        count = len(self.program.kv_windows)
+        return [[block * count + table for block in blocks] for table in range(count)]
 
     @contextmanager
     def _borrowed_blocks(self, num_tokens: int) -> Iterator[list[int]]:
@@ -234,7 +242,7 @@ class Engine:
             raise PromptError(f"the prompt has {longest} tokens, as many as this engine takes; no room for an answer.\n"
                               "  Shorten it, or build the engine with a larger --max-seq-len.")
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.stop_token_ids)
-        text = TextStream(self.tokenizer, tokens) if self.tokenizer is not None else None
+        text = self.tokenizer.stream(tokens) if self.tokenizer is not None else None
         sequence = Tokens(tokens, min(len(tokens) + params.max_tokens, longest))
         return _Request(sequence, params.seeded(), stops, text, len(tokens))
 
@@ -261,14 +269,15 @@ class Engine:
 
     def _step(self, step: list[tuple[_Request, int]]) -> list[tuple[_Request, Piece]]:
         """Computes the given number of pending tokens of each request; a new token for those that have none left."""
-        inputs = self.program.inputs
+        inputs = self.program.inputs[0]
         inputs.clear()
         for request, count in step:
             sequence = request.sequence
             begin, end = sequence.num_computed, sequence.num_computed + count
-            inputs.add(sequence.tokens[begin:end], begin, sequence.blocks, int(end == len(sequence.tokens)))
+            tables = self._tables(sequence.blocks)
+            inputs.add(sequence.tokens[begin:end], begin, tables, int(end == len(sequence.tokens)))
             sequence.num_computed = end
-        rows = self.program.step()
+        rows = step_logits(self.program, inputs)
         complete = [request for request, _ in step if not request.sequence.num_pending]
         return [(request, self._advance(request, row)) for request, row in zip(complete, rows, strict=True)]
 

@@ -1,15 +1,14 @@
 """What every device offers: an engine's code and weights, loaded, that computes one step at a time."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 import numpy as np
 
 from .errors import RequestError
+from .sampling_inputs import Float32Array, StepOutputs
 from .step import StepInputs
-
-Float32Array = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 
 
 class EngineMismatch(RequestError):
@@ -38,21 +37,47 @@ class Limits:
 class Program(Protocol):
     """An engine on a device. One thread at a time.
 
-    inputs      what the next step computes; the caller fills it
-    num_blocks  KV blocks that the device has room for; a block table holds numbers below it
-    block_size  tokens in a block
+    num_blocks       KV blocks of the device: numbers 0 .. num_blocks - 1, which block tables may hold
+    num_host_blocks  those of the host tier: the numbers that follow, only to copy from and to
+    block_size       tokens in a block, block_bytes its bytes
+    kv_windows       for each block table the positions, the token's own included, that its layers look back over;
+                     None: all. Blocks of all tables come from the same pool
+    inputs           two, so that one can be filled while the device reads the other
     """
 
-    inputs: StepInputs
     num_blocks: int
+    num_host_blocks: int
     block_size: int
+    block_bytes: int
+    kv_windows: tuple[int | None, ...]
     vocab_size: int
+    inputs: tuple[StepInputs, StepInputs]
 
-    def step(self) -> Float32Array:
-        """Computes `inputs`; the logits [num_logits, vocab_size], valid until the next step."""
+    def launch(self, inputs: StepInputs) -> None:
+        """Starts a step and returns; `inputs`, one of the two, stays as it is until `wait`. At most one in flight."""
 
-    def trace(self, values: Collection[str]) -> dict[str, np.ndarray]:
-        """As step, but copies the named values of the plan on the way, each when it has just been computed."""
+    def wait(self) -> StepOutputs:
+        """Blocks until the step that was launched is done, other Python threads running meanwhile.
+
+        The outputs of its inputs' sampling; those rows that it asks for are valid.
+        """
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies whole blocks, (source, destination) of any tier, in order: after all steps that were launched before,
+        before all that are launched later."""
+
+    def logits(self) -> Float32Array:
+        """[num_logits, vocab_size] of the step that was waited for last, valid until the next launch."""
+
+    def trace(self, inputs: StepInputs, values: Collection[str]) -> dict[str, np.ndarray]:
+        """A whole step; copies the named values of the plan on the way, each when it has just been computed."""
 
     def close(self) -> None:
-        """Ends the device's threads and frees its memory; arrays that step gave are invalid from then on."""
+        """Ends the device's threads and frees its memory; arrays that it gave are invalid from then on."""
+
+
+def step_logits(program: Program, inputs: StepInputs) -> Float32Array:
+    """Computes a step; its logits [num_logits, vocab_size], valid until the next launch."""
+    program.launch(inputs)
+    program.wait()
+    return program.logits()

@@ -8,7 +8,7 @@ import ctypes
 import mmap
 import weakref
 from bisect import bisect_left
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,10 @@ from ..engine_format import EngineFormatError
 from ..errors import RequestError, WorkFailed
 from ..host import available_cores
 from ..manifest import weight_name
-from ..program import EngineMismatch, Float32Array, Limits
+from ..program import EngineMismatch, Limits
+from ..sampling_inputs import Float32Array, StepOutputs
 from ..step import StepInputs
-from .cpu_plan import DTYPES, Places, align, arena_bytes, bind_bucket, check_buckets, kv_slots
+from .cpu_plan import DTYPES, BoundBucket, Places, align, arena_bytes, bind_bucket, check_buckets, kv_slots, vocab_size
 from .native_code import NativeCode, Step
 
 PLAN_VERSION = 1
@@ -61,15 +62,12 @@ class CpuProgram:
         except BaseException:
             code.close()
             raise
-        self.vocab_size = int(self._buckets[0].logits.shape[1])
         self._bucket_tokens = [bucket.tokens for bucket in self._buckets]
         self._pool = pool
         self._run = code.run
-        self._step = Step(
-            max_blocks=self.inputs.max_blocks,
-            **{name: getattr(self.inputs, name).ctypes.data for name in StepInputs.ARRAYS},
-        )
-        self._step_reference = ctypes.byref(self._step)
+        self._steps = [_step(inputs) for inputs in self.inputs]
+        self._in_flight: StepInputs | None = None
+        self._done: tuple[BoundBucket, int] | None = None
         self._finalizer = weakref.finalize(self, _release, code, pool)
         del engine.plan  # megabytes of parsed JSON that nothing but `trace` needs again
 
@@ -78,8 +76,10 @@ class CpuProgram:
         self.num_blocks = -(-kv_cache_tokens // self.block_size)
         if self.num_blocks < 1:
             raise RequestError(f"kv_cache_tokens is {kv_cache_tokens}; expected at least {self.block_size}, one block")
-        max_blocks = -(-limits.max_seq_len // self.block_size)
-        self.inputs = StepInputs(limits.max_num_tokens, limits.max_batch_size, max_blocks)
+        self.kv_windows: tuple[int | None, ...] = (None,)
+        self.vocab_size = vocab_size(plan)
+        first, second = (StepInputs(limits, self.vocab_size, self.block_size, len(self.kv_windows)) for _ in range(2))
+        self.inputs = (first, second)
 
         # Mapped arrays must live as long as kernels may read them.
         self._mapped = {name: self._map(entry["blob"], entry["size"]) for name, entry in plan["weights"].items()}
@@ -95,6 +95,7 @@ class CpuProgram:
             parts[slot.slot, "k"] = self.num_blocks * key_bytes
             parts[slot.slot, "v"] = self.num_blocks * value_bytes
         self.kv_bytes = sum(map(align, parts.values()))
+        self.block_bytes, self.num_host_blocks = self.kv_bytes // self.num_blocks, 0
         self._kv_memory = _anonymous(self.kv_bytes + 64, f"a KV cache of {kv_cache_tokens} tokens")
         self._kv: dict[tuple[int, str], tuple[int, int]] = {}
         address = int(self._kv_memory.ctypes.data)
@@ -108,45 +109,72 @@ class CpuProgram:
             raise EngineFormatError(f"plan.weights: {weight_name(blob)} has {data.size} bytes, expected {size}")
         return data
 
-    def step(self) -> Float32Array:
-        bucket = self._buckets[self._prepare()]
-        self._run(self._pool, self._step_reference, bucket.launches, 0, len(bucket.launches))
-        return bucket.logits[: self.inputs.num_logits]
+    def launch(self, inputs: StepInputs) -> None:
+        number, index = self._prepare(inputs)
+        launches = self._buckets[index].launches[number]
+        self._in_flight = inputs
+        self._run(self._pool, self._steps[number], launches.ctypes.data, 0, len(launches))
+        self._done = self._buckets[index], inputs.num_logits
 
-    def trace(self, values: Collection[str]) -> dict[str, np.ndarray]:
-        index = self._prepare()
+    def wait(self) -> StepOutputs:
+        inputs = self._in_flight
+        assert inputs is not None, "no step is in flight"
+        self._in_flight = None
+        return inputs.sampling.outputs
+
+    def logits(self) -> Float32Array:
+        assert self._in_flight is None and self._done is not None, "no step has been waited for"
+        bucket, num_logits = self._done
+        return bucket.logits[:num_logits]
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        raise NotImplementedError
+
+    def trace(self, inputs: StepInputs, values: Collection[str]) -> dict[str, np.ndarray]:
+        number, index = self._prepare(inputs)
         bucket, entries = self._buckets[index], self._engine.plan["buckets"][index]["launches"]
+        launches, args = bucket.launches[number], bucket.args[number]
         found = {}
-        for number, entry in enumerate(entries):
-            self._run(self._pool, self._step_reference, bucket.launches, number, number + 1)
-            args = ctypes.cast(bucket.launches[number].args, ctypes.POINTER(ctypes.c_void_p))
+        for launch, entry in enumerate(entries):
+            self._run(self._pool, self._steps[number], launches.ctypes.data, launch, launch + 1)
             for name, write in entry.get("writes", {}).items():
                 if name in values:
-                    found[name] = self._copy(args[write["arg"]], write["shape"], write["dtype"])
+                    address = int(args[bucket.begins[launch] + write["arg"]])
+                    found[name] = _copy(inputs, address, write["shape"], write["dtype"])
         return found
 
-    def _prepare(self) -> int:
-        """Copies the counts of the inputs into ingot_step; the index of the bucket that takes them."""
-        inputs, step = self.inputs, self._step
+    def _prepare(self, inputs: StepInputs) -> tuple[int, int]:
+        """Copies the counts of the inputs into their ingot_step; which of the two they are, and the index of the bucket
+        that takes them."""
         assert self._finalizer.alive, "the program is closed"
+        assert self._in_flight is None, "a step is in flight"
         assert inputs.num_tokens > 0
+        number = self.inputs.index(inputs)
+        step = self._steps[number]
         step.num_tokens, step.num_seqs, step.num_logits = inputs.num_tokens, inputs.num_seqs, inputs.num_logits
-        return bisect_left(self._bucket_tokens, inputs.num_tokens)
-
-    def _copy(self, address: int | None, dims: list[int | str], dtype: str) -> np.ndarray:
-        """A value of the step that has just run; bf16 as float32."""
-        symbols = {"T": self.inputs.num_tokens, "L": self.inputs.num_logits}
-        shape = []
-        for dim in dims:
-            factor, _, symbol = str(dim).rpartition("*")
-            shape.append(int(factor or 1) * symbols[symbol] if symbol in symbols else int(symbol))
-        kind = np.dtype(DTYPES[dtype])
-        size = int(np.prod(shape)) * kind.itemsize
-        array = np.frombuffer(ctypes.string_at(address or 0, size), kind).reshape(shape)
-        return (array.astype(np.uint32) << 16).view(np.float32) if dtype == "bf16" else array
+        return number, bisect_left(self._bucket_tokens, inputs.num_tokens)
 
     def close(self) -> None:
         self._finalizer()
+
+
+def _step(inputs: StepInputs) -> Step:
+    """The ingot_step of these inputs; the counts follow with each step."""
+    addresses = {name: getattr(inputs, name).ctypes.data for name in StepInputs.ARRAYS}
+    return Step(max_blocks=inputs.max_blocks, **addresses)
+
+
+def _copy(inputs: StepInputs, address: int, dims: list[int | str], dtype: str) -> np.ndarray:
+    """A value of the step that has just run; bf16 as float32."""
+    symbols = {"T": inputs.num_tokens, "L": inputs.num_logits}
+    shape = []
+    for dim in dims:
+        factor, _, symbol = str(dim).rpartition("*")
+        shape.append(int(factor or 1) * symbols[symbol] if symbol in symbols else int(symbol))
+    kind = np.dtype(DTYPES[dtype])
+    size = int(np.prod(shape)) * kind.itemsize
+    array = np.frombuffer(ctypes.string_at(address, size), kind).reshape(shape)
+    return (array.astype(np.uint32) << 16).view(np.float32) if dtype == "bf16" else array
 
 
 def _release(code: NativeCode, pool: int) -> None:

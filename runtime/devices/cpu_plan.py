@@ -4,7 +4,6 @@ Nothing in a plan is believed: every name, offset and size is checked before it 
 within the buffers it is given is the compiler's part.
 """
 
-import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +11,16 @@ from typing import Any
 import numpy as np
 
 from ..engine_format import EngineFormatError
-from ..program import Float32Array, Limits
+from ..program import Limits
+from ..sampling_inputs import Float32Array
 from ..step import StepInputs
-from .native_code import Launch, NativeCode
+from .native_code import NativeCode
 
 DTYPES = {"f32": "float32", "bf16": "uint16", "f16": "float16", "i8": "int8", "u8": "uint8", "i32": "int32",
           "bool": "bool"}
 ALIGNMENT = 64
+
+Addresses = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
 
 
 def align(size: int) -> int:
@@ -43,11 +45,17 @@ class KvSlot:
 
 @dataclass(frozen=True)
 class BoundBucket:
-    """What runs for a step of at most `tokens` tokens. `launches` point into `args`, so both live as long as it."""
+    """What runs for a step of at most `tokens` tokens.
+
+    launches  u64 [n, 2], ingot_launch, for each of the two inputs; they point into `args`, u64, which live as long
+    begins    the number of each launch's first argument in `args`
+    logits    f32 [rows, vocab_size], of the step that ran last
+    """
 
     tokens: int
-    launches: ctypes.Array[Launch]
-    args: ctypes.Array[ctypes.c_void_p]
+    launches: tuple[Addresses, Addresses]
+    args: tuple[Addresses, Addresses]
+    begins: list[int]
     logits: Float32Array
 
 
@@ -58,7 +66,7 @@ class Places:
     arena: np.ndarray[tuple[int], np.dtype[np.uint8]]
     weights: Mapping[str, tuple[int, int]]
     kv: Mapping[tuple[int, str], tuple[int, int]]
-    inputs: StepInputs
+    inputs: tuple[StepInputs, StepInputs]
 
 
 def kv_slots(plan: dict[str, Any]) -> list[KvSlot]:
@@ -92,27 +100,52 @@ def bind_bucket(bucket: dict[str, Any], index: int, places: Places, code: Native
     where = f"plan.buckets[{index}]"
     entries = _field(bucket, "launches", list, where)
     kernels = [code.kernel(_field(entry, "kernel", str, where)) for entry in entries]
-    addresses: list[int | None] = []
-    begins = []
+    addresses: list[int] = []
+    begins: list[int] = []
+    from_inputs: list[tuple[int, str, int]] = []
     for number, entry in enumerate(entries):
         begins.append(len(addresses))
         for position, arg in enumerate(_field(entry, "args", list, f"{where}.launches[{number}]")):
             try:
-                addresses.append(_address(arg, places, bucket["arena_bytes"]))
+                if arg[0] == "input":
+                    from_inputs.append((len(addresses), *_input(arg, places)))
+                    addresses.append(0)
+                else:
+                    addresses.append(_address(arg, places, bucket["arena_bytes"]))
             except (KeyError, IndexError, TypeError, ValueError) as error:
                 raise EngineFormatError(
                     f"{where}.launches[{number}] ({entry['kernel']}): argument {position}, {arg!r}, "
                     f"points to nothing that this engine has: {error}"
                 ) from None
-    args = (ctypes.c_void_p * len(addresses))(*addresses)
-    base, size = ctypes.addressof(args), ctypes.sizeof(ctypes.c_void_p)
-    launches = (Launch * len(entries))(
-        *(Launch(kernel, base + begin * size) for kernel, begin in zip(kernels, begins, strict=True))
-    )
-    return BoundBucket(bucket["tokens"], launches, args, _logits(bucket, where, places))
+    first, second = (_arguments(addresses, from_inputs, inputs) for inputs in places.inputs)
+    launches = _launches(kernels, begins, first), _launches(kernels, begins, second)
+    return BoundBucket(bucket["tokens"], launches, (first, second), begins, _logits(bucket, where, places))
 
 
-def _address(arg: list[Any], places: Places, arena_size: int) -> int | None:
+def _arguments(addresses: list[int], from_inputs: list[tuple[int, str, int]], inputs: StepInputs) -> Addresses:
+    """The pointers of all launches. from_inputs: (index, array of the step, offset in bytes)."""
+    args = np.array(addresses, np.uint64)
+    for index, name, offset in from_inputs:
+        args[index] = getattr(inputs, name).ctypes.data + offset
+    return args
+
+
+def _launches(kernels: list[int], begins: list[int], args: Addresses) -> Addresses:
+    launches = np.empty((len(kernels), 2), np.uint64)
+    launches[:, 0] = kernels
+    launches[:, 1] = args.ctypes.data + np.array(begins, np.uint64) * args.itemsize
+    return launches
+
+
+def _input(arg: list[Any], places: Places) -> tuple[str, int]:
+    """The array of the step that an argument points into, and how many bytes into it."""
+    name, *rest = arg[1:]
+    if name not in StepInputs.ARRAYS:
+        raise ValueError(f"inputs are {', '.join(StepInputs.ARRAYS)}")
+    return name, _within(rest[0] if rest else 0, getattr(places.inputs[0], name).nbytes)
+
+
+def _address(arg: list[Any], places: Places, arena_size: int) -> int:
     kind, *rest = arg
     if kind == "arena":
         return int(places.arena.ctypes.data) + _within(rest[0], arena_size)
@@ -122,12 +155,8 @@ def _address(arg: list[Any], places: Places, arena_size: int) -> int | None:
     if kind == "kv":
         address, size = places.kv[rest[0], rest[1]]
         return address + _within(rest[2] if len(rest) > 2 else 0, size)
-    if kind == "input":
-        if rest[0] not in StepInputs.ARRAYS:
-            raise ValueError(f"inputs are {', '.join(StepInputs.ARRAYS)}")
-        return int(getattr(places.inputs, rest[0]).ctypes.data)
     if kind == "null":
-        return None
+        return 0
     raise ValueError("expected arena, weight, kv, input or null")
 
 
@@ -137,13 +166,27 @@ def _within(offset: int, size: int) -> int:
     return offset
 
 
+def vocab_size(plan: dict[str, Any]) -> int:
+    """The width of the logits. Raises EngineFormatError unless all buckets agree on it."""
+    widths = {_count(_logits_output(bucket, f"plan.buckets[{index}]"), "width", f"plan.buckets[{index}].outputs.logits")
+              for index, bucket in enumerate(plan["buckets"])}
+    if len(widths) != 1:
+        raise EngineFormatError(f"plan.buckets: logits of different widths: {sorted(widths)}")
+    return widths.pop()
+
+
+def _logits_output(bucket: dict[str, Any], where: str) -> dict[str, Any]:
+    output: dict[str, Any] = _field(_field(bucket, "outputs", dict, where), "logits", dict, f"{where}.outputs")
+    return output
+
+
 def _logits(bucket: dict[str, Any], where: str, places: Places) -> Float32Array:
     """The rows of logits that a step of this bucket may have, as a view of the arena."""
-    output = _field(_field(bucket, "outputs", dict, where), "logits", dict, f"{where}.outputs")
+    output = _logits_output(bucket, where)
     offset, width = _field(output, "offset", int, where), _count(output, "width", where)
     if output.get("dtype") != "f32":
         raise EngineFormatError(f"{where}.outputs.logits: element type {output.get('dtype')!r}, expected 'f32'")
-    rows = min(bucket["tokens"], places.inputs.max_batch_size)
+    rows = min(bucket["tokens"], places.inputs[0].max_batch_size)
     size = rows * width * 4
     if offset % ALIGNMENT or offset + size > bucket["arena_bytes"]:
         raise EngineFormatError(

@@ -79,7 +79,7 @@ class NativeCode:
         self.pool_create = self._function("ingot_pool_create", ctypes.c_void_p, ctypes.c_int)
         self.pool_destroy = self._function("ingot_pool_destroy", None, ctypes.c_void_p)
         self.run = self._function(
-            "ingot_run", None, ctypes.c_void_p, ctypes.POINTER(Step), ctypes.POINTER(Launch), ctypes.c_int, ctypes.c_int
+            "ingot_run", None, ctypes.c_void_p, ctypes.POINTER(Step), ctypes.c_void_p, ctypes.c_int, ctypes.c_int
         )
 
     def _function(self, name: str, result: Any, *arguments: Any) -> Any:

@@ -26,7 +26,7 @@ from ingot.compiler.weights.evaluate import evaluate
 from ingot.runtime.devices import load_program
 from ingot.runtime.engine_file import EngineFile
 from ingot.runtime.errors import IngotError, RequestError
-from ingot.runtime.program import Program
+from ingot.runtime.program import Program, step_logits
 
 NUM_TOKENS = 24
 IDS = np.random.default_rng(0).integers(0, 256, NUM_TOKENS).astype(np.int32)
@@ -54,10 +54,11 @@ def logits_of(program: Program, steps: list[int]) -> np.ndarray:
     """Of all tokens of one sequence whose KV blocks lie in reverse order."""
     blocks, rows, position = list(reversed(range(program.num_blocks))), [], 0
     for count in steps:
-        program.inputs.clear()
+        inputs = program.inputs[len(rows) % 2]
+        inputs.clear()
         used = -(-(position + count) // program.block_size)
-        program.inputs.add(IDS[position:position + count].tolist(), position, blocks[:used], count)
-        rows.append(program.step().copy())
+        inputs.add(IDS[position:position + count].tolist(), position, [blocks[:used]], count)
+        rows.append(step_logits(program, inputs).copy())
         position += count
     return np.concatenate(rows)
 
@@ -100,8 +101,8 @@ def test_each_operator_computes_its_reference(built: Callable[[str], BuildResult
     assert path is not None
     with EngineFile.open(path) as file:
         program = load_program(file, kv_cache_tokens=64, num_workers=2)
-        program.inputs.add(IDS[:tokens].tolist(), 0, [1, 0], tokens)
-        traced = program.trace({name for node in graph.nodes for name in node.outputs})
+        program.inputs[0].add(IDS[:tokens].tolist(), 0, [[1, 0]], tokens)
+        traced = program.trace(program.inputs[0], {name for node in graph.nodes for name in node.outputs})
         program.close()
     values = {**inputs, **{name: evaluate(expr, checkpoint) for name, expr in graph.constants.items()}}
     compared = 0

@@ -1,14 +1,21 @@
 """The arrays of a step."""
 
 import numpy as np
+import pytest
 
+from ingot.runtime.program import Limits
 from ingot.runtime.step import StepInputs
 
 
+def made(num_tables: int = 1) -> StepInputs:
+    """For 8 tokens of 3 sequences of 6 blocks."""
+    return StepInputs(Limits(max_batch_size=3, max_num_tokens=8, max_seq_len=24), 50, 4, num_tables)
+
+
 def test_two_sequences() -> None:
-    inputs = StepInputs(max_num_tokens=8, max_batch_size=3, max_blocks=4)
-    inputs.add([5, 6, 7], 2, [9, 1], 2)
-    inputs.add([8], 0, [3], 0)
+    inputs = made()
+    inputs.add([5, 6, 7], 2, [[9, 1]], 2)
+    inputs.add([8], 0, [[3]], 0)
     assert (inputs.num_tokens, inputs.num_seqs, inputs.num_logits) == (4, 2, 2)
     expected = {
         "token_ids": [5, 6, 7, 8], "positions": [2, 3, 4, 0], "token_seq": [0, 0, 0, 1], "logit_rows": [1, 2],
@@ -17,18 +24,75 @@ def test_two_sequences() -> None:
     for name, values in expected.items():
         assert getattr(inputs, name)[: len(values)].tolist() == values, name
         assert getattr(inputs, name).dtype == np.int32
-    assert inputs.block_table[0, :2].tolist() == [9, 1]
-    assert inputs.block_table[1, :1].tolist() == [3]
+    assert inputs.block_tables[0, 0, :2].tolist() == [9, 1]
+    assert inputs.block_tables[0, 1, :1].tolist() == [3]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_one_token_is_as_several(count: int) -> None:
+    inputs = made()
+    inputs.add([4, 4], 0, [[0]], 1)
+    inputs.add(np.full(count, 7).tolist(), 11, [[3, 1, 2, 0]], 1)
+    assert inputs.token_ids[2:5].tolist() == [7] * count + [0] * (3 - count)
+    assert inputs.positions[2 : 2 + count].tolist() == [11, 12, 13][:count]
+    assert inputs.token_seq[2 : 2 + count].tolist() == [1] * count
+    assert inputs.query_start[:3].tolist() == [0, 2, 2 + count]
+    assert inputs.logit_rows[:2].tolist() == [1, 1 + count]
+    assert inputs.context_len[:2].tolist() == [2, 11 + count]
 
 
 def test_clear_starts_anew_in_the_same_memory() -> None:
-    inputs = StepInputs(8, 3, 4)
+    inputs = made()
     addresses = [getattr(inputs, name).ctypes.data for name in StepInputs.ARRAYS]
-    inputs.add([1, 2, 3], 0, [0], 1)
+    inputs.add([1, 2, 3], 0, [[0]], 1)
     inputs.clear()
-    inputs.add([4], 7, [2, 3], 1)
+    inputs.add([4], 7, [[2, 3]], 1)
     assert (inputs.num_tokens, inputs.num_seqs, inputs.num_logits) == (1, 1, 1)
     assert inputs.positions[0] == 7
     assert inputs.logit_rows[0] == 0
     assert inputs.query_start[:2].tolist() == [0, 1]
     assert [getattr(inputs, name).ctypes.data for name in StepInputs.ARRAYS] == addresses
+
+
+def test_several_tables() -> None:
+    inputs = made(num_tables=2)
+    inputs.add([1], 5, [[4, 5], [-1, 6]], 1)
+    inputs.add([1], 9, [[1, 2, 3], [-1, 8, 9]], 1)
+    assert inputs.block_tables[:, :2, :3].tolist() == [[[4, 5, -1], [1, 2, 3]], [[-1, 6, -1], [-1, 8, 9]]]
+    assert (inputs.block_tables[:, :, 3:] == -1).all()
+
+
+def test_a_row_of_the_same_key_gets_new_entries_only() -> None:
+    inputs, table = made(), [7, 8]
+    inputs.add([1], 7, [table], 1, key=1)
+    inputs.add([1], 7, [table], 1)
+    inputs.block_tables[:] += 100  # to see what is written
+    table += [9, 10]
+    inputs.clear()
+    inputs.add([1], 12, [table], 1, key=1)
+    inputs.add([1], 12, [table], 1)
+    assert inputs.block_tables[0, :2, :4].tolist() == [[107, 108, 9, 10], [7, 8, 9, 10]]
+    # The row goes to another sequence, and comes back.
+    for key, expected in ((2, [3, 4]), (1, [7, 8]), (1, [7, 8])):
+        inputs.clear()
+        inputs.add([1], 0, [[3, 4] if key == 2 else table], 1, key=key)
+        assert inputs.block_tables[0, 0, :2].tolist() == expected
+    assert inputs.block_tables[0, 0, :4].tolist() == table
+
+
+def test_what_was_written_without_a_key_is_written_again() -> None:
+    inputs = made()
+    for table in ([1, 2], [3, 4], [5]):
+        inputs.clear()
+        inputs.add([1], 0, [table], 1)
+        assert inputs.block_tables[0, 0, : len(table)].tolist() == table
+
+
+@pytest.mark.parametrize(("tokens", "tables", "num_logits"), [
+    ([], [[0]], 0), ([1] * 9, [[0]], 1), ([1], [[0]], 2), ([1, 1, 1, 1], [[0]], 4), ([1], [[0, 1, 2, 3, 4, 5, 6]], 1),
+    ([1], [[0], [0]], 1),
+])  # fmt: skip
+def test_what_does_not_fit_is_the_fault_of_the_caller(tokens: list[int], tables: list[list[int]],
+                                                      num_logits: int) -> None:
+    with pytest.raises(AssertionError):
+        made().add(tokens, 0, tables, num_logits)

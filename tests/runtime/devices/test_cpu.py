@@ -13,7 +13,7 @@ from ingot.runtime.devices.cpu import CpuProgram
 from ingot.runtime.engine_file import EngineFile
 from ingot.runtime.engine_format import EngineFormatError
 from ingot.runtime.errors import IngotError, RequestError
-from ingot.runtime.program import EngineMismatch
+from ingot.runtime.program import EngineMismatch, step_logits
 from tests.runtime.allocations import allocations
 from tests.runtime.mock_engine import DIM, manifest, reference_logits, reference_means, write_engine
 
@@ -30,16 +30,16 @@ def load(path: Path, kv_cache_tokens: int = 64, num_workers: int = 2) -> CpuProg
 def test_context_in_chunks_and_two_sequences(mock_path: Path, num_workers: int) -> None:
     program = load(mock_path, num_workers=num_workers)
     assert (program.num_blocks, program.block_size, program.vocab_size) == (16, 4, 258)
-    inputs = program.inputs
+    inputs = program.inputs[0]
     other = TOKENS[::-1]
     # Blocks out of order; chunks of 3, 5, 3 tokens beside one token of the other sequence at a time.
     blocks, other_blocks = [9, 2, 14], [0, 15, 1]
     begin = 0
     for step, count in enumerate((3, 5, 3)):
         inputs.clear()
-        inputs.add(TOKENS[begin : begin + count], begin, blocks, 2)
-        inputs.add(other[step : step + 1], step, other_blocks, 1)
-        logits = program.step()
+        inputs.add(TOKENS[begin : begin + count], begin, [blocks], 2)
+        inputs.add(other[step : step + 1], step, [other_blocks], 1)
+        logits = step_logits(program, inputs)
         assert logits.shape == (3, 258)
         begin += count
         np.testing.assert_allclose(logits[:2], reference_logits(TOKENS)[begin - 2 : begin], rtol=1e-4, atol=1e-5)
@@ -56,18 +56,19 @@ def test_the_smallest_bucket_that_fits_runs(mock_code: bytes, tmp_path: Path) ->
     program = load(write_engine(tmp_path / "x.engine", mock_code, edit_plan=mark))
     computed = []
     for count in range(1, 7):
-        program.inputs.clear()
-        program.inputs.add(TOKENS[:count], 0, [0, 1], 1)
-        computed.append(bool(program.step().any()))
+        inputs = program.inputs[count % 2]
+        inputs.clear()
+        inputs.add(TOKENS[:count], 0, [[0, 1]], 1)
+        computed.append(bool(step_logits(program, inputs).any()))
     assert computed == [False, True, True, True, False, False]
     program.close()
 
 
 def test_trace_gives_values_and_leaves_the_same_logits(mock_path: Path) -> None:
     program = load(mock_path)
-    program.inputs.add(TOKENS, 0, [3, 4, 5], 2)
-    logits = program.step().copy()
-    values = program.trace({"x", "y", "logits", "no such value"})
+    program.inputs[1].add(TOKENS, 0, [[3, 4, 5]], 2)
+    logits = step_logits(program, program.inputs[1]).copy()
+    values = program.trace(program.inputs[1], {"x", "y", "logits", "no such value"})
     assert list(values) == ["x", "y", "logits"]
     assert values["x"].shape == (1, len(TOKENS), DIM)
     np.testing.assert_allclose(values["y"], reference_means(TOKENS), rtol=1e-4, atol=1e-5)
@@ -82,10 +83,10 @@ def test_two_engines_side_by_side(mock_path: Path, mock_code: bytes, tmp_path: P
 
     first, second = load(mock_path), load(write_engine(tmp_path / "x.engine", mock_code, edit_plan=swap))
     for program in (first, second):
-        program.inputs.add(TOKENS[:1], 0, [0], 1)
-    expected = first.step().copy()
+        program.inputs[0].add(TOKENS[:1], 0, [[0]], 1)
+    expected = step_logits(first, first.inputs[0]).copy()
     second.close()
-    np.testing.assert_array_equal(first.step(), expected)
+    np.testing.assert_array_equal(step_logits(first, first.inputs[0]), expected)
     first.close()
     first.close()  # as often as one likes
 
