@@ -20,10 +20,8 @@ from .stats import EngineStats, Health
 if TYPE_CHECKING:
     from ..kv.events import EventBuffer
     from ..kv.stats import KvStats
+    from .answer import Sink
     from .recorder import Recorder
-
-Sink = Callable[[list[RequestOutput]], None]
-"""Takes the outputs of one step, on the executor's thread."""
 
 
 class RequestRunner(Protocol):

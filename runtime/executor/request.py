@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from ..errors import IngotError, RequestError, WorkFailed
+from ..kv.sequence import DEFAULT_PRIORITY, RetentionRange
 
 if TYPE_CHECKING:
-    from ..kv.sequence import RetentionRange
     from ..sampling import SamplingParams
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
@@ -53,8 +53,9 @@ class Request:
     deadline_s     seconds after `arrival` at which the request ends with "timeout", however far it is
     cache_salt     only requests of the same salt share cached prefixes
     retention      how long and how firmly parts of the prompt stay in the KV cache
-    decode_priority  the same for the answer, 0 to 100; None: as everything else
+    decode_priority, decode_duration_s  the same for the answer
     lora           number of the adapter whose KV this is; only requests with the same share prefixes
+    wants_text     False: the client takes token ids. Tokens become text then only if stop strings are looked for
     arrival        time.monotonic() when the request came
     """
 
@@ -65,8 +66,10 @@ class Request:
     deadline_s: float | None = None
     cache_salt: str | int | None = None
     retention: tuple[RetentionRange, ...] = ()
-    decode_priority: int | None = None
+    decode_priority: int = DEFAULT_PRIORITY
+    decode_duration_s: float | None = None
     lora: int | None = None
+    wants_text: bool = True
     arrival: float = field(default_factory=time.monotonic)
 
 
@@ -93,7 +96,7 @@ class RequestOutput:
     index              which of the n answers
     token_ids          new tokens, with the one that ended the answer
     text               new text, whole characters only, and nothing that may be the beginning of a stop string; without
-                       what ended the answer unless include_stop. Empty if the engine has no tokenizer
+                       what ended the answer unless include_stop. Empty if the engine has no tokenizer, or if not wanted
     logprobs           of each new token, if asked for
     prompt_logprobs    of each token of the prompt but the first, which has None; once, in the first output of index 0
     matched_stop       the stop string or stop token id of the request that ended the answer; None for the model's own

@@ -11,13 +11,17 @@ if TYPE_CHECKING:
     from ..program import Limits
     from ..tokenizer import Tokenizer
 
+GRPC_SERVICES = ("trtllm", "vllm", "kserve", "control")
+
 
 @dataclass(frozen=True)
 class ServerSettings:
     """The settings of `ingot serve`, resolved.
 
     grpc_address, http_address  host:port to bind, port 0: any; None: this server is not started
+    grpc_services               which of GRPC_SERVICES are offered
     tls_certificate, tls_key    PEM; both or neither
+    tls_client_ca               PEM: clients must show a certificate that it has signed
     auth_token                  what clients must send as a bearer token; None: nothing
     max_message_bytes           of one request, on either server
     scheduling                  the other settings by the names of their options, to be shown
@@ -25,8 +29,10 @@ class ServerSettings:
 
     grpc_address: str | None = None
     http_address: str | None = None
+    grpc_services: tuple[str, ...] = GRPC_SERVICES
     tls_certificate: bytes | None = None
     tls_key: bytes | None = None
+    tls_client_ca: bytes | None = None
     auth_token: str | None = None
     max_message_bytes: int = 32 << 20
     drain_timeout_s: float = 30.0

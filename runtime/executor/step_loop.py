@@ -1,0 +1,303 @@
+"""Runs the answers that the scheduler holds, step by step, the host's work beside the device's.
+
+    loop.wait()                    the step in flight, if any, is done: its tokens are appended
+    …                              here requests come and go
+    loop.launch()                  the next step: the one that was prepared, if nothing has happened since
+    loop.deliver()                 while it runs: the text and the outputs of the step before,
+    loop.prepare()                 and the inputs of the next one, all but the tokens that are being computed
+
+One thread at a time. The end of an answer is known before the next launch, so that no row is computed in vain.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from ..errors import IngotError
+from ..sampling_inputs import Score
+from .answer import Answer, Running, Sink
+from .recorder import Recorder, cache_use
+from .request import FinishReason, RequestFailed, RequestOutput, TokenLogprobs
+
+if TYPE_CHECKING:
+    from ..kv import KvCache
+    from ..program import Program
+    from ..sampling_inputs import StepOutputs
+    from ..sampling_state import SequenceSampling
+    from ..scheduler import Scheduler, StepPlan
+    from ..step import StepInputs
+    from .request_log import RequestLog
+
+
+class StepLoop:
+    """requests       those that have not ended, by their id
+    num_unstarted  how many of them wait for their first admission
+    """
+
+    def __init__(self, program: Program, kv: KvCache, scheduler: Scheduler, recorder: Recorder,
+                 log: RequestLog | None = None) -> None:
+        self.requests: dict[str, Running] = {}
+        self.num_unstarted = 0
+        self._program = program
+        self._kv = kv
+        self._scheduler = scheduler
+        self._recorder = recorder
+        self._log = log
+        self._buffer = 0  # of program.inputs: the one that is filled next
+        self._in_flight: StepPlan | None = None
+        self._prepared: StepPlan | None = None
+        self._prepared_at = 0  # the scheduler's version then
+        self._num_keys = 0
+        # What has come and is not delivered yet: tokens, and answers that ended without one.
+        self._tokens: list[tuple[Answer, int, TokenLogprobs | None]] = []
+        self._ended: list[Answer] = []
+        self._step_at = 0.0
+        self._step_before_at = 0.0
+
+    def add(self, running: Running) -> None:
+        """Let the answers of a request wait for their turn. Raises NeverFits, and the request is none."""
+        for number, answer in enumerate(running.answers):
+            try:
+                self._scheduler.add(answer)
+            except BaseException:
+                for added in running.answers[:number]:
+                    self._scheduler.finish(added)
+                raise
+        self.requests[running.request.request_id] = running
+        self.num_unstarted += 1
+        self._recorder.requests_received += 1
+
+    def end(self, running: Running, reason: FinishReason, error: IngotError | None = None) -> None:
+        """Ends what has not ended of a request; its KV blocks are free at once. Not while a step is in flight."""
+        for answer in running.answers:
+            if answer.finish_reason is None:
+                self._scheduler.finish(answer)
+                self._end(answer, reason, error)
+
+    def fail(self, error: IngotError, others: Iterable[Running] = ()) -> None:
+        """The device is broken: all requests end with the error, and others that were not added yet. The last call."""
+        for running in others:
+            self.requests[running.request.request_id] = running
+        for running in list(self.requests.values()):
+            for answer in running.answers:
+                if answer.finish_reason is None:
+                    self._end(answer, "error", error)
+        self.deliver()
+
+    def _end(self, answer: Answer, reason: FinishReason, error: IngotError | None = None) -> None:
+        """Of an answer that the scheduler has let go of."""
+        answer.finish_reason, answer.error = reason, error
+        self._ended.append(answer)
+
+    def step(self) -> bool:
+        """One turn with nothing in between; False if there is nothing to do."""
+        self.wait()
+        launched = self.launch()
+        delivered = self.deliver()
+        self.prepare()
+        return launched or delivered
+
+    def wait(self) -> None:
+        """The step in flight is done: its tokens are appended, and what ends by them is finished."""
+        plan = self._in_flight
+        if plan is None:
+            return
+        begin = time.perf_counter()
+        outputs = self._program.wait()
+        done = time.perf_counter()
+        self._in_flight = None
+        self._step_before_at, self._step_at = self._step_at, time.monotonic()
+        self._scheduler.advance(plan)
+        self._take(plan, outputs)
+        recorder = self._recorder
+        recorder.step_phases["device"].observe(done - begin)
+        recorder.step_phases["tokens"].observe(time.perf_counter() - done)
+        recorder.steps += 1
+
+    def _take(self, plan: StepPlan, outputs: StepOutputs) -> None:
+        tokens = outputs.tokens.tolist()
+        taken, finish = self._tokens, self._scheduler.finish
+        end = 0
+        for answer, _, num_logits in plan.entries:
+            if not num_logits:
+                continue
+            end += num_logits
+            logprobs = _logprobs(answer, end - num_logits, end, outputs) if answer.wants_logprobs else None
+            if answer.num_pending:  # a piece of a prompt whose tokens are scored
+                continue
+            token = tokens[end - 1]
+            if token < 0:
+                finish(answer, publish=False)
+                self._end(answer, "error", RequestFailed(
+                    f"{answer.request_id}: no token can follow token {len(answer.tokens) - 1}: its logits are no "
+                    "numbers, or every token is banned.\n  Find the layer with: ingot compare"))
+                continue
+            taken.append((answer, token, logprobs))
+            if answer.take(token):
+                finish(answer)
+
+    def launch(self) -> bool:
+        """Starts the next step; False if nothing can run."""
+        begin = time.perf_counter()
+        inputs = self._program.inputs[self._buffer]
+        plan = self._prepared
+        self._prepared = None
+        if plan is not None and self._scheduler.version == self._prepared_at:
+            inputs.token_ids[: inputs.num_tokens] = [entry[0].tokens[-1] for entry in plan.entries]
+            planned = begin
+        else:
+            plan = self._scheduler.plan()
+            self._note(plan)
+            planned = time.perf_counter()
+            if not plan.entries:
+                return False
+            self._fill(plan, inputs)
+        inputs.sampling.fill(_rows(plan))
+        copies = self._kv.take_copies()
+        if copies:
+            self._program.copy_blocks(copies)
+        self._program.launch(inputs)
+        self._in_flight = plan
+        self._buffer = 1 - self._buffer
+        phases = self._recorder.step_phases
+        phases["schedule"].observe(planned - begin)
+        phases["inputs"].observe(time.perf_counter() - planned)
+        self._recorder.computed_tokens += inputs.num_tokens
+        return True
+
+    def _note(self, plan: StepPlan) -> None:
+        """Who came and went by the scheduler's decision."""
+        for answer in plan.admitted:
+            self._num_keys += 1
+            answer.key = self._num_keys
+            self._start(answer.running)
+        for answer in plan.paused:
+            answer.running.num_pauses += 1
+            self._recorder.requests_paused += 1
+        for answer in plan.expired:
+            self._end(answer, "timeout")
+
+    def _start(self, running: Running) -> None:
+        if running.admitted_at is None:
+            running.admitted_at = time.monotonic()
+            self.num_unstarted -= 1
+            self._recorder.queue_time.observe(running.admitted_at - running.request.arrival)
+
+    def _fill(self, plan: StepPlan, inputs: StepInputs) -> None:
+        inputs.clear()
+        for answer, count, num_logits in plan.entries:
+            begin = answer.num_computed
+            inputs.add(answer.tokens[begin : begin + count], begin, answer.kv.tables, num_logits, answer.key)
+
+    def prepare(self) -> None:
+        """The step behind the one in flight, as it will be unless something happens."""
+        if self._in_flight is None:
+            return
+        begin = time.perf_counter()
+        plan = self._prepared = self._scheduler.plan_steady()
+        planned = time.perf_counter()
+        if plan is not None:
+            self._prepared_at = self._scheduler.version
+            inputs = self._program.inputs[self._buffer]
+            inputs.clear()
+            for answer, _, _ in plan.entries:  # each computes the token that it is just being given
+                inputs.add((0,), len(answer.tokens), answer.kv.tables, 1, answer.key)
+            phases = self._recorder.step_phases
+            phases["schedule"].observe(planned - begin)
+            phases["inputs"].observe(time.perf_counter() - planned)
+
+    def deliver(self) -> bool:
+        """Hands out what has come since the last call; False if nothing has."""
+        if not self._tokens and not self._ended:
+            return False
+        begin = time.perf_counter()
+        recorder = self._recorder
+        now, before = self._step_at, self._step_before_at
+        num_steady = 0
+        batches: dict[Sink, list[RequestOutput]] = {}
+        sink, outputs = None, []
+        for answer, token, logprobs in self._tokens:
+            if answer.last_token_at == before:
+                num_steady += 1
+                if now - before > answer.longest_gap_s:
+                    answer.longest_gap_s = now - before
+            else:
+                self._note_time(answer, now)
+            answer.last_token_at = now
+            if answer.running.sink is not sink:
+                sink = answer.running.sink
+                outputs = batches.setdefault(sink, [])
+            outputs.append(answer.output(token, logprobs))
+            if answer.finish_reason is not None:
+                self._close(answer)
+        for answer in self._ended:
+            batches.setdefault(answer.running.sink, []).append(answer.last_output())
+            self._close(answer)
+        if num_steady:
+            recorder.inter_token_latency.observe(now - before, num_steady)
+        recorder.generated_tokens += len(self._tokens)
+        self._tokens.clear()
+        self._ended.clear()
+        for sink, outputs in batches.items():
+            sink(outputs)
+        recorder.step_phases["outputs"].observe(time.perf_counter() - begin)
+        return True
+
+    def _note_time(self, answer: Answer, now: float) -> None:
+        """Of a token that does not follow on one of the step before."""
+        recorder = self._recorder
+        if answer.first_token_at is not None:  # it was paused meanwhile
+            gap = now - answer.last_token_at
+            recorder.inter_token_latency.observe(gap)
+            answer.longest_gap_s = max(answer.longest_gap_s, gap)
+            return
+        answer.first_token_at = now
+        cached = answer.num_cached or 0
+        use = cache_use(answer.num_prompt, cached, self._kv.block_size)
+        recorder.time_to_first_token[use].observe(now - answer.arrival)
+        recorder.prompt_tokens += answer.num_prompt
+        recorder.cached_prompt_tokens += cached
+
+    def _close(self, answer: Answer) -> None:
+        running, recorder = answer.running, self._recorder
+        assert answer.finish_reason is not None
+        recorder.requests_finished[answer.finish_reason] += 1
+        running.num_open -= 1
+        if running.num_open:
+            return
+        now = time.monotonic()
+        del self.requests[running.request.request_id]
+        if running.admitted_at is None:
+            self.num_unstarted -= 1
+        recorder.request_time.observe(now - running.request.arrival)
+        if self._log is not None:
+            self._log.write(running, now)
+
+
+def _rows(plan: StepPlan) -> list[SequenceSampling | Score | None]:
+    """What is to be done with each row of logits."""
+    rows: list[SequenceSampling | Score | None] = []
+    for answer, count, num_logits in plan.entries:
+        if num_logits == 1 and not answer.prompt_logits:
+            rows.append(answer.sampling)
+        elif num_logits:
+            end = answer.num_computed + count
+            rows += answer.rows(end - num_logits, end)
+    return rows
+
+
+def _logprobs(answer: Answer, begin: int, end: int, outputs: StepOutputs) -> TokenLogprobs | None:
+    """Of rows begin to end: those of the prompt's tokens are kept, that of the answer's is returned."""
+    params = answer.running.request.params
+    if not answer.num_pending:
+        end -= 1
+    if answer.prompt_logprobs is not None and params.prompt_logprobs is not None:
+        answer.prompt_logprobs += [_row(outputs, row, params.prompt_logprobs) for row in range(begin, end)]
+    return None if answer.num_pending or params.logprobs is None else _row(outputs, end, params.logprobs)
+
+
+def _row(outputs: StepOutputs, row: int, count: int) -> TokenLogprobs:
+    return TokenLogprobs(int(outputs.tokens[row]), float(outputs.logprobs[row]), int(outputs.ranks[row]),
+                         outputs.top_ids[row, :count].tolist(), outputs.top_logprobs[row, :count].tolist())
