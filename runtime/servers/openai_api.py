@@ -1,0 +1,273 @@
+"""OpenAI's HTTP interface: /v1/models, /v1/completions, /v1/chat/completions (docs/http.md)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack, aclosing
+from typing import Any
+
+from aiohttp import web
+
+from ..chat_template import ChatTemplateError
+from ..errors import IngotError, RequestError
+from ..executor.async_engine import OutputStream
+from ..executor.request import (
+    Draining,
+    DuplicateRequest,
+    EngineFailed,
+    PromptError,
+    QueueFull,
+    Request,
+    RequestOutput,
+)
+from ..tokenizer import read_config
+from .context import ServerContext
+from .openai_errors import ApiError, invalid
+from .openai_request import Call, parse_chat, parse_completion, unknown_model
+from .openai_response import DONE, Answer, Envelope, EventWriter, Usage, to_json
+from .token_names import TokenNames
+
+_STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache",
+                   "X-Accel-Buffering": "no"}
+_log = logging.getLogger(__name__)
+_REQUEST_ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
+
+
+class OpenAiApi:
+    """The handlers. Every error leaves them as ApiError, for the server to write."""
+
+    def __init__(self, context: ServerContext) -> None:
+        self._context = context
+        self._names = TokenNames(context.tokenizer)
+        self._defaults = _sampling_defaults(read_config(context.file).get("generation", {}))
+        self._created = int(time.time())
+
+    def routes(self) -> list[web.RouteDef]:
+        return [web.get("/v1/models", self.models), web.get("/v1/models/{name:.+}", self.model),
+                web.post("/v1/completions", self.completions), web.post("/v1/chat/completions", self.chat)]
+
+    async def models(self, request: web.Request) -> web.Response:
+        return _json_response({"object": "list", "data": [self._entry()]})
+
+    async def model(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        if name != self._context.model_name:
+            raise unknown_model(name, self._context.model_name)
+        return _json_response(self._entry())
+
+    def _entry(self) -> dict[str, Any]:
+        """As OpenAI tells a model; max_model_len as vLLM does; engine: what only Ingot has."""
+        context = self._context
+        manifest, stats = context.file.manifest, context.engine.stats()
+        return {"id": context.model_name, "object": "model", "created": self._created, "owned_by": "ingot",
+                "max_model_len": context.limits.max_seq_len,
+                "engine": {"hash": context.file.hash, "target": manifest["target"]["name"],
+                           "precision": manifest["precision"], "vocab_size": context.vocab_size,
+                           "max_batch_size": context.limits.max_batch_size,
+                           "max_num_tokens": context.limits.max_num_tokens,
+                           "kv_block_size": stats.block_size, "kv_cache_tokens": stats.num_blocks * stats.block_size,
+                           "max_queue_size": stats.max_queue_size, **dict(context.settings.scheduling)}}
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        context = self._context
+        call = parse_completion(await request.read(), context.model_name, self._defaults, context.limits.max_seq_len)
+        prompts = [await self._encode(prompt, f"prompt[{index}]" if len(call.prompts) > 1 else "prompt")
+                   for index, prompt in enumerate(call.prompts)]
+        return await self._answer(request, call, prompts)
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        context = self._context
+        call = parse_chat(await request.read(), context.model_name, self._defaults, context.limits.max_seq_len)
+        return await self._answer(request, call, [await self._render(call)])
+
+    async def _encode(self, prompt: str | list[int], name: str) -> list[int]:
+        if isinstance(prompt, list):
+            return prompt
+        tokenizer = self._context.tokenizer
+        if tokenizer is None:
+            raise invalid(name, f"{name}: this engine has no tokenizer; give token ids")
+        # Long texts take long, and the loop has other requests to serve.
+        return await asyncio.to_thread(tokenizer.encode, prompt)
+
+    async def _render(self, call: Call) -> list[int]:
+        """The token ids of a chat. Templates come with models: they run on a thread of their own."""
+        tokenizer, messages = self._context.tokenizer, call.messages
+        if tokenizer is None or not tokenizer.has_chat_template or messages is None:
+            raise invalid("messages", "messages: this engine has no chat template; use /v1/completions with the whole "
+                                      "text as prompt", "no_chat_template")
+
+        def ids() -> list[int]:
+            # The template writes BOS and its like itself.
+            return tokenizer.encode(tokenizer.chat(messages, **call.template), add_special_tokens=False)
+
+        try:
+            return await asyncio.to_thread(ids)
+        except ChatTemplateError as error:
+            raise invalid("messages", f"messages: {error}") from None
+        except UnicodeEncodeError:
+            raise invalid("messages", "messages: hold half of a surrogate pair, which is no character") from None
+
+    async def _answer(self, http: web.Request, call: Call, prompts: list[list[int]]) -> web.StreamResponse:
+        prefix = "chatcmpl" if call.is_chat else "cmpl"
+        given = http.headers.get("X-Request-Id", "")
+        # The client's own id, to be found in the log; made unique, as a client may send it again.
+        parts = [prefix, given, uuid.uuid4().hex[:12]] if _REQUEST_ID.fullmatch(given) else [prefix, uuid.uuid4().hex]
+        envelope = Envelope("-".join(parts), int(time.time()), self._context.model_name,
+                            f"ingot-{self._context.file.hash[:12]}", call.is_chat)
+        async with AsyncExitStack() as stack:
+            streams = []
+            for number, prompt in enumerate(prompts):
+                request_id = envelope.response_id + (f"-{number}" if len(prompts) > 1 else "")
+                streams.append(self._start(call, request_id, prompt, number if len(prompts) > 1 else None))
+                # Whatever happens from here on, disconnected clients included, no request goes on without a reader.
+                stack.push_async_callback(streams[-1].aclose)
+            outputs = await stack.enter_async_context(aclosing(_merged(streams)))
+            if call.stream:
+                return await self._stream(http, call, envelope, prompts, outputs)
+            return await self._whole(call, envelope, prompts, outputs)
+
+    def _start(self, call: Call, request_id: str, prompt: list[int], number: int | None) -> OutputStream:
+        request = Request(request_id, prompt, call.params, call.priority, call.timeout_s, call.cache_salt)
+        try:
+            return self._context.engine.generate(request)
+        except IngotError as error:
+            api_error = _api_error(error)
+            if api_error.param == "prompt_token_ids":
+                where = "messages" if call.is_chat else "prompt" if number is None else f"prompt[{number}]"
+                api_error.param = where
+            raise api_error from None
+
+    async def _whole(self, call: Call, envelope: Envelope, prompts: list[list[int]],
+                     outputs: AsyncGenerator[tuple[int, RequestOutput], None]) -> web.Response:
+        n, usage = call.params.n, Usage()
+        answers = [Answer(self._echoed(call, number), prompt) for number, prompt in enumerate(prompts)
+                   for _ in range(n)]
+        prompt_logprobs: dict[int, Sequence[Any]] = {}
+        async for number, output in outputs:
+            answers[number * n + output.index].add(output)
+            if output.prompt_logprobs is not None:
+                prompt_logprobs[number] = output.prompt_logprobs
+            if output.finish_reason is not None:
+                _raise_if_failed(output)
+                usage.add(output)
+        if call.no_answer:
+            usage.completion_tokens = 0
+        choices = [answer.choice(index, call, prompt_logprobs.get(index // n), self._names)
+                   for index, answer in enumerate(answers)]
+        return _json_response({**envelope.head(in_stream=False), "choices": choices, "usage": usage.to_json()})
+
+    def _echoed(self, call: Call, number: int) -> str | None:
+        if not call.echo:
+            return None
+        prompt, tokenizer = call.prompts[number], self._context.tokenizer
+        if isinstance(prompt, str):
+            return prompt
+        return "" if tokenizer is None else tokenizer.decode(prompt, skip_special_tokens=False)
+
+    async def _stream(self, http: web.Request, call: Call, envelope: Envelope, prompts: list[list[int]],
+                      outputs: AsyncGenerator[tuple[int, RequestOutput], None]) -> web.StreamResponse:
+        n, usage, writer = call.params.n, Usage(), EventWriter(call, envelope, self._names)
+        begun: set[int] = set()
+        response = web.StreamResponse(headers=_STREAM_HEADERS)
+        try:
+            async for number, output in outputs:
+                index = number * n + output.index
+                data = b""
+                _raise_if_failed(output)
+                if index not in begun:
+                    begun.add(index)
+                    data = writer.first(index)
+                data += writer.output(index, output)
+                if output.finish_reason is not None:
+                    usage.add(output)
+                if not response.prepared:
+                    # Not before: what fails until here is told by the status.
+                    await response.prepare(http)
+                if data:
+                    await response.write(data)
+            if call.include_usage:
+                await response.write(writer.usage(usage))
+        except ApiError as error:
+            if not response.prepared:
+                raise
+            await response.write(writer.error(error))
+        except ConnectionError:
+            raise  # the client has gone
+        except Exception:
+            if not response.prepared:
+                raise
+            _log.exception("%s failed", envelope.response_id)
+            await response.write(writer.error(ApiError(500, "internal error; the server's log tells more",
+                                                       code="internal_error")))
+        await response.write(DONE)
+        await response.write_eof()
+        return response
+
+
+def _sampling_defaults(generation: dict[str, Any]) -> dict[str, Any]:
+    """What a request gets that says nothing: the model's own recommendation, else OpenAI's values."""
+    if generation.get("do_sample") is False:
+        return {"temperature": 0.0}
+    return {"temperature": 1.0, **{name: generation[name] for name in ("temperature", "top_k", "top_p")
+                                   if generation.get(name) is not None}}
+
+
+async def _merged(streams: list[OutputStream]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """(number of the stream, output) as they come."""
+    if len(streams) == 1:
+        async for output in streams[0]:
+            yield 0, output
+        return
+    queue: asyncio.Queue[tuple[int, RequestOutput] | None] = asyncio.Queue()
+
+    async def copy(number: int) -> None:
+        async for output in streams[number]:
+            queue.put_nowait((number, output))
+        queue.put_nowait(None)
+
+    tasks = [asyncio.create_task(copy(number)) for number in range(len(streams))]
+    try:
+        running = len(tasks)
+        while running:
+            item = await queue.get()
+            if item is None:
+                running -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _raise_if_failed(output: RequestOutput) -> None:
+    if output.finish_reason == "error":
+        raise _api_error(output.error) if output.error is not None else ApiError(500, "the request failed")
+    if output.finish_reason == "timeout":
+        raise ApiError(408, f"the deadline passed after {output.num_output_tokens} tokens", "timeout_s", "timeout")
+    if output.finish_reason == "cancelled":
+        raise ApiError(503, "the request was cancelled by the server", code="cancelled")
+
+
+def _api_error(error: IngotError) -> ApiError:
+    if isinstance(error, QueueFull):
+        return ApiError(429, str(error), code="queue_full")
+    if isinstance(error, Draining):
+        return ApiError(503, str(error), code="draining")
+    if isinstance(error, EngineFailed):
+        return ApiError(503, str(error), code="engine_failed")
+    if isinstance(error, DuplicateRequest):
+        return ApiError(409, str(error), code="duplicate_request")
+    if isinstance(error, RequestError):
+        code = "context_length_exceeded" if isinstance(error, PromptError) else "invalid_value"
+        return ApiError(400, str(error), getattr(error, "field", None), code)
+    return ApiError(500, str(error), code="request_failed")
+
+
+def _json_response(value: Any) -> web.Response:
+    return web.Response(text=to_json(value), content_type="application/json")

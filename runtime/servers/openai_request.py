@@ -1,0 +1,336 @@
+"""The bodies of /v1/completions and /v1/chat/completions: checked, and turned into what the engine takes.
+
+A field that is not known is an error that names it, as at OpenAI: a misspelt one must not be ignored. A field that is
+null counts as absent.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..sampling import Guide, SamplingError, SamplingParams
+from . import openai_fields as fields
+from .openai_errors import ApiError, invalid
+from .openai_fields import Check
+
+# Taken over as they are; the left are names of SamplingParams.
+_SAMPLING: dict[str, Check] = {
+    "temperature": fields.number,
+    "top_p": fields.number,
+    "top_k": fields.integer,
+    "min_p": fields.number,
+    "repetition_penalty": fields.number,
+    "presence_penalty": fields.number,
+    "frequency_penalty": fields.number,
+    "n": fields.integer,
+    "min_tokens": fields.integer,
+    "ignore_eos": fields.boolean,
+    "skip_special_tokens": fields.boolean,
+    "stop_token_ids": fields.token_ids,
+    "bad_words": fields.list_of(fields.text),
+}
+_COMMON: dict[str, Check] = {
+    **_SAMPLING,
+    "model": fields.text,
+    "max_tokens": fields.integer,
+    "seed": fields.integer,
+    "stop": lambda name, value: value,  # a string or a list
+    "logit_bias": fields.mapping,
+    "include_stop_str_in_output": fields.boolean,
+    "prompt_logprobs": fields.integer,
+    "stream": fields.boolean,
+    "stream_options": fields.mapping,
+    "response_format": fields.mapping,
+    "structured_outputs": fields.mapping,
+    "return_token_ids": fields.boolean,
+    "priority": fields.integer,
+    "cache_salt": fields.text,
+    "timeout_s": fields.number,
+    # They mean nothing to an engine, or ask for what it does anyway.
+    "user": fields.text,
+    "safety_identifier": fields.text,
+    "prompt_cache_key": fields.text,
+    "metadata": fields.mapping,
+    "service_tier": fields.text,
+    "store": fields.boolean,
+}
+_COMPLETION: dict[str, Check] = {
+    **_COMMON,
+    "prompt": lambda name, value: value,
+    "echo": fields.boolean,
+    "logprobs": fields.integer,
+    "best_of": fields.integer,
+}
+_CHAT: dict[str, Check] = {
+    **_COMMON,
+    "messages": fields.list_of(fields.mapping),
+    "max_completion_tokens": fields.integer,
+    "logprobs": fields.boolean,
+    "top_logprobs": fields.integer,
+    "add_generation_prompt": fields.boolean,
+    "chat_template_kwargs": fields.mapping,
+}
+# Known at OpenAI, and not done here; what leaves the answer as it is may be said.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "suffix": ("",),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+# Of the Completions interface; a chat's answer takes what room there is.
+_COMPLETION_MAX_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Call:
+    """A checked request.
+
+    prompts        of a completion: texts or token ids
+    messages       of a chat, None for a completion
+    params         what the engine is asked for; each prompt gets n answers
+    echo           the prompt is part of the answer
+    num_logprobs   alternatives told for each token; None: no logprobs
+    no_answer      max_tokens was 0: only the prompt is echoed or scored
+    """
+
+    params: SamplingParams
+    prompts: tuple[str | list[int], ...] = ()
+    messages: list[dict[str, Any]] | None = None
+    template: dict[str, Any] = field(default_factory=dict)
+    stream: bool = False
+    include_usage: bool = False
+    echo: bool = False
+    no_answer: bool = False
+    num_logprobs: int | None = None
+    return_token_ids: bool = False
+    priority: int = 0
+    cache_salt: str | None = None
+    timeout_s: float | None = None
+
+    @property
+    def is_chat(self) -> bool:
+        return self.messages is not None
+
+
+def parse_completion(data: bytes, model: str, defaults: Mapping[str, Any], max_seq_len: int) -> Call:
+    """defaults: of sampling, as the engine's generation config has them. Raises ApiError."""
+    body = _known(fields.parse_body(data), _COMPLETION)
+    _check_model(body, model)
+    if "prompt" not in body:
+        raise invalid("prompt", "prompt: missing; expected a text, token ids, or a list of either", "missing_field")
+    max_tokens = body.get("max_tokens", _COMPLETION_MAX_TOKENS)
+    echo = body.get("echo", False)
+    num_logprobs = body.get("logprobs")
+    options: dict[str, Any] = {"logprobs": num_logprobs}
+    if body.get("best_of", body.get("n", 1)) != body.get("n", 1):
+        raise invalid("best_of", f"best_of is {body['best_of']}; expected n, for answers are not ranked")
+    no_answer = max_tokens == 0 and echo
+    if echo and num_logprobs is not None:
+        options["prompt_logprobs"] = num_logprobs
+    if echo and body.get("stream"):
+        raise invalid("echo", "echo: not with stream; the prompt is known")
+    params = _params(body, {**defaults, **options, "max_tokens": 1 if no_answer else max_tokens})
+    return Call(params, _prompts(body["prompt"]), echo=echo, no_answer=no_answer, num_logprobs=num_logprobs,
+                **_delivery(body))
+
+
+def parse_chat(data: bytes, model: str, defaults: Mapping[str, Any], max_seq_len: int) -> Call:
+    """As parse_completion."""
+    body = _known(fields.parse_body(data), _CHAT)
+    _check_model(body, model)
+    if not body.get("messages"):
+        raise invalid("messages", "messages: missing or empty; expected at least one message", "missing_field")
+    if "max_tokens" in body and "max_completion_tokens" in body:
+        raise invalid("max_tokens", "max_tokens: not together with max_completion_tokens, its newer name")
+    max_tokens = body.get("max_completion_tokens", body.get("max_tokens", max_seq_len))
+    num_logprobs = body.get("top_logprobs")
+    if num_logprobs is not None and not body.get("logprobs"):
+        raise invalid("top_logprobs", "top_logprobs: only with logprobs: true")
+    if body.get("logprobs") and num_logprobs is None:
+        num_logprobs = 0
+    params = _params(body, {**defaults, "logprobs": num_logprobs, "max_tokens": max_tokens})
+    template = body.get("chat_template_kwargs", {})
+    if reserved := {"messages", "add_generation_prompt"} & set(template):
+        raise invalid("chat_template_kwargs", f"chat_template_kwargs: {reserved.pop()} is a field of its own")
+    template = {**template, "add_generation_prompt": body.get("add_generation_prompt", True)}
+    messages = [_message(f"messages[{index}]", message) for index, message in enumerate(body["messages"])]
+    return Call(params, messages=messages, template=template, num_logprobs=num_logprobs, **_delivery(body))
+
+
+def _known(body: dict[str, Any], known: dict[str, Check]) -> dict[str, Any]:
+    """The fields that are not null, of the right types. Raises ApiError."""
+    checked = {}
+    for name, value in body.items():
+        if value is None:
+            continue
+        if name in _UNSUPPORTED:
+            if value not in _UNSUPPORTED[name]:
+                raise invalid(name, f"{name}: not supported by this server", "unsupported_parameter")
+        elif name not in known:
+            raise invalid(name[:100], f"unknown field {name[:100]!r}", "unknown_parameter")
+        else:
+            checked[name] = known[name](name, value)
+    return checked
+
+
+def _check_model(body: dict[str, Any], model: str) -> None:
+    if body.get("model", model) != model:
+        raise unknown_model(body["model"], model)
+
+
+def unknown_model(name: str, model: str) -> ApiError:
+    return ApiError(404, f"the model {name[:200]!r} does not exist here; this server has {model!r}", "model",
+                    "model_not_found")
+
+
+def _prompts(prompt: Any) -> tuple[str | list[int], ...]:
+    if type(prompt) is str:
+        return (fields.text("prompt", prompt),)
+    if type(prompt) is not list or not prompt:
+        raise fields.wrong_type("prompt", "a text, token ids, or a list of either, not empty", prompt)
+    if type(prompt[0]) not in (str, list):
+        return (fields.token_ids("prompt", prompt),)
+    check = fields.text if type(prompt[0]) is str else fields.token_ids
+    return tuple(check(f"prompt[{index}]", item) for index, item in enumerate(prompt))
+
+
+def _params(body: dict[str, Any], options: dict[str, Any]) -> SamplingParams:
+    given = {name: body[name] for name in _SAMPLING if name in body}
+    if given.get("top_k") == -1:  # as vLLM's clients say "all"
+        given["top_k"] = 0
+    if "seed" in body:
+        given["seed"] = body["seed"] % (1 << 64)
+    if "stop" in body:
+        stop = body["stop"]
+        given["stop"] = (fields.text("stop", stop),) if type(stop) is str else \
+            tuple(fields.list_of(fields.text)("stop", stop))
+    if "logit_bias" in body:
+        given["logit_bias"] = {_token(key): fields.number(f"logit_bias.{key}", value)
+                               for key, value in body["logit_bias"].items()}
+    if "include_stop_str_in_output" in body:
+        given["include_stop"] = body["include_stop_str_in_output"]
+    if "prompt_logprobs" in body:
+        given["prompt_logprobs"] = body["prompt_logprobs"]
+    try:
+        return SamplingParams(**{**options, **given, "guide": _guide(body)})
+    except SamplingError as error:
+        name = error.field
+        if name == "max_tokens" and "max_completion_tokens" in body:
+            name = "max_completion_tokens"
+        if name == "logprobs" and "top_logprobs" in body:
+            name = "top_logprobs"
+        if name == "guide":
+            name = "response_format" if "response_format" in body else "structured_outputs"
+        raise invalid(name, str(error)) from None
+
+
+def _guide(body: dict[str, Any]) -> Guide | None:
+    """From response_format, as OpenAI has it, or structured_outputs, as vLLM has it."""
+    if "response_format" in body and "structured_outputs" in body:
+        raise invalid("response_format", "response_format: not together with structured_outputs")
+    if "structured_outputs" in body:
+        return _structured_outputs(body["structured_outputs"])
+    form = body.get("response_format", {"type": "text"})
+    kind = form.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return Guide("json_object")
+    if kind != "json_schema":
+        raise invalid("response_format.type", f"response_format.type is {str(kind)[:40]!r}; "
+                                              "expected text, json_object or json_schema")
+    described = fields.mapping("response_format.json_schema", form.get("json_schema"))
+    schema = fields.mapping("response_format.json_schema.schema", described.get("schema"))
+    return Guide("json_schema", json.dumps(schema))
+
+
+def _structured_outputs(given: dict[str, Any]) -> Guide:
+    given = {name: value for name, value in given.items() if value is not None}
+    if len(given) != 1 or not set(given) <= {"json", "json_object", "regex", "grammar", "choice"}:
+        raise invalid("structured_outputs", "structured_outputs: expected exactly one of json, json_object, regex, "
+                                            f"grammar and choice; got {', '.join(given)[:100] or 'none'}")
+    (name, value), = given.items()
+    where = f"structured_outputs.{name}"
+    if name == "json_object":
+        if not fields.boolean(where, value):
+            raise invalid(where, f"{where}: false asks for nothing; leave it out")
+        return Guide("json_object")
+    if name == "choice":
+        return Guide("choice", choices=tuple(fields.list_of(fields.text)(where, value)))
+    if name == "json":
+        return Guide("json_schema", value if type(value) is str else json.dumps(fields.mapping(where, value)))
+    return Guide(name, fields.text(where, value))
+
+
+def _token(key: str) -> int:
+    if not key.isascii() or not key.isdecimal() or len(key) > 10:
+        raise invalid("logit_bias", f"logit_bias: {key[:40]!r} is no token id")
+    return int(key)
+
+
+def _delivery(body: dict[str, Any]) -> dict[str, Any]:
+    """The fields of Call that do not change the answer."""
+    stream = body.get("stream", False)
+    options = body.get("stream_options", {})
+    if "stream_options" in body and not stream:
+        raise invalid("stream_options", "stream_options: only with stream: true")
+    for name, value in options.items():
+        if name not in ("include_usage", "include_obfuscation"):
+            raise invalid(f"stream_options.{name[:100]}", f"unknown field stream_options.{name[:100]}",
+                          "unknown_parameter")
+        fields.boolean(f"stream_options.{name}", value)
+    timeout_s = body.get("timeout_s")
+    if timeout_s is not None and timeout_s <= 0:
+        raise invalid("timeout_s", f"timeout_s is {timeout_s:g}; expected more than 0")
+    return {"stream": stream, "include_usage": options.get("include_usage", False),
+            "return_token_ids": body.get("return_token_ids", False), "priority": body.get("priority", 0),
+            "cache_salt": body.get("cache_salt"), "timeout_s": timeout_s}
+
+
+def _message(name: str, message: dict[str, Any]) -> dict[str, Any]:
+    """A message as chat templates expect it: content a text, arguments of tool calls objects."""
+    role = fields.text(f"{name}.role", message.get("role"))
+    # Templates know the older name.
+    result = {**message, "role": "system" if role == "developer" else role}
+    content = message.get("content")
+    if type(content) is list:
+        result["content"] = "".join(_part(f"{name}.content[{index}]", part) for index, part in enumerate(content))
+    elif content is not None:
+        fields.text(f"{name}.content", content)
+    elif not message.get("tool_calls"):
+        raise invalid(f"{name}.content", f"{name}.content: missing; expected a text", "missing_field")
+    else:
+        result["content"] = ""
+    if message.get("tool_calls"):
+        calls = fields.list_of(fields.mapping)(f"{name}.tool_calls", message["tool_calls"])
+        result["tool_calls"] = [_tool_call(f"{name}.tool_calls[{index}]", call) for index, call in enumerate(calls)]
+    return result
+
+
+def _part(name: str, part: Any) -> str:
+    kind = fields.mapping(name, part).get("type")
+    if kind != "text":
+        raise invalid(f"{name}.type", f"{name}.type is {str(kind)[:40]!r}; this server takes text only")
+    content: str = fields.text(f"{name}.text", part.get("text"))
+    return content
+
+
+def _tool_call(name: str, call: dict[str, Any]) -> dict[str, Any]:
+    function = fields.mapping(f"{name}.function", call.get("function"))
+    arguments = function.get("arguments")
+    if type(arguments) is not str:
+        return call
+    try:
+        parsed = json.loads(arguments)
+    except (ValueError, RecursionError):
+        raise invalid(f"{name}.function.arguments", f"{name}.function.arguments: not valid JSON") from None
+    return {**call, "function": {**function, "arguments": parsed}}

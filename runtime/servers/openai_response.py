@@ -1,0 +1,202 @@
+"""Answers in OpenAI's form: whole, and as the events of a stream."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..executor.request import RequestOutput, TokenLogprobs
+from .openai_errors import ApiError
+from .openai_request import Call
+from .token_names import TokenNames
+
+DONE = b"data: [DONE]\n\n"
+
+
+def to_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def event(value: Any) -> bytes:
+    """One server-sent event."""
+    return f"data: {to_json(value)}\n\n".encode()
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """What all parts of one answer have in common."""
+
+    response_id: str
+    created: int
+    model: str
+    fingerprint: str
+    is_chat: bool
+
+    def head(self, in_stream: bool) -> dict[str, Any]:
+        kind = "text_completion"
+        if self.is_chat:
+            kind = "chat.completion.chunk" if in_stream else "chat.completion"
+        return {"id": self.response_id, "object": kind, "created": self.created, "model": self.model,
+                "system_fingerprint": self.fingerprint}
+
+
+@dataclass
+class Usage:
+    """Tokens of one HTTP request, over all its prompts and answers."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+    def add(self, output: RequestOutput) -> None:
+        """Count an answer by its last output; a prompt counts once, however many answers it gets."""
+        if output.index == 0:
+            self.prompt_tokens += output.num_prompt_tokens
+            self.cached_tokens += output.num_cached_tokens
+        self.completion_tokens += output.num_output_tokens
+
+    def to_json(self) -> dict[str, Any]:
+        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens,
+                "total_tokens": self.prompt_tokens + self.completion_tokens,
+                "prompt_tokens_details": {"cached_tokens": self.cached_tokens}}
+
+
+def chat_logprobs(tokens: Sequence[TokenLogprobs], count: int, names: TokenNames) -> dict[str, Any]:
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        return {"token": names.text(token_id), "logprob": _finite(logprob), "bytes": list(names.bytes(token_id))}
+
+    return {"content": [{**entry(token.token_id, token.logprob), "top_logprobs": [
+        entry(*top) for top in zip(token.top_ids[:count], token.top_logprobs, strict=False)]} for token in tokens]}
+
+
+def completion_logprobs(tokens: Sequence[TokenLogprobs | None], token_ids: Sequence[int], count: int, names: TokenNames,
+                        offset: int) -> dict[str, Any]:
+    """offset: characters of the answer before these tokens. Of a None only the token is told: it has no probability."""
+    words = [names.text(token_id) for token_id in token_ids]
+    offsets = []
+    for word in words:
+        offsets.append(offset)
+        offset += len(word)
+    tops = [None if token is None else {
+        names.text(token.token_id): _finite(token.logprob),
+        **{names.text(top): _finite(logprob)
+           for top, logprob in zip(token.top_ids[:count], token.top_logprobs, strict=False)},
+    } for token in tokens]
+    return {"tokens": words, "token_logprobs": [None if token is None else _finite(token.logprob) for token in tokens],
+            "top_logprobs": tops, "text_offset": offsets}
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinity; a token that cannot come is told as very improbable, as at OpenAI."""
+    return max(logprob, -9999.0)
+
+
+@dataclass
+class Answer:
+    """One answer while it comes in."""
+
+    prompt: str | None
+    prompt_ids: Sequence[int]
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    matched_stop: str | int | None = None
+
+    def add(self, output: RequestOutput) -> None:
+        self.text.append(output.text)
+        self.token_ids += output.token_ids
+        self.logprobs += output.logprobs or ()
+        self.finish_reason = output.finish_reason
+        self.matched_stop = output.matched_stop
+
+    def choice(self, index: int, call: Call, prompt_logprobs: Sequence[TokenLogprobs | None] | None,
+               names: TokenNames) -> dict[str, Any]:
+        text, token_ids = "".join(self.text), self.token_ids
+        logprobs: Sequence[TokenLogprobs | None] = self.logprobs
+        if call.no_answer:
+            text, token_ids, logprobs = "", [], []
+        choice: dict[str, Any] = {"index": index}
+        if call.is_chat:
+            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+            choice["logprobs"] = None if call.num_logprobs is None else \
+                chat_logprobs(self.logprobs, call.num_logprobs, names)
+        else:
+            choice["text"] = (self.prompt or "") + text if call.echo else text
+            choice["logprobs"] = None
+            if call.num_logprobs is not None:
+                told: Sequence[int] = token_ids
+                if call.echo:
+                    told, logprobs = [*self.prompt_ids, *told], [*(prompt_logprobs or ()), *logprobs]
+                choice["logprobs"] = completion_logprobs(logprobs, told, call.num_logprobs, names, 0)
+        choice["finish_reason"] = "length" if call.no_answer else self.finish_reason
+        choice["stop_reason"] = self.matched_stop
+        if call.params.prompt_logprobs is not None and not call.echo:
+            choice["prompt_logprobs"] = [None if token is None else _prompt_entry(token, names)
+                                         for token in prompt_logprobs or ()]
+        if call.return_token_ids:
+            choice["token_ids"] = token_ids
+            choice["prompt_token_ids"] = list(self.prompt_ids)
+        return choice
+
+
+def _prompt_entry(token: TokenLogprobs, names: TokenNames) -> dict[str, Any]:
+    """As vLLM tells a prompt's logprobs: by token id."""
+    ranked = enumerate(zip(token.top_ids, token.top_logprobs, strict=True), 1)
+    entries = {str(top): {"logprob": _finite(logprob), "rank": rank, "decoded_token": names.text(top)}
+               for rank, (top, logprob) in ranked}
+    own = {"logprob": _finite(token.logprob), "rank": token.rank, "decoded_token": names.text(token.token_id)}
+    return {**entries, str(token.token_id): own}
+
+
+class EventWriter:
+    """The events of a stream. What is the same in all of them is encoded once."""
+
+    def __init__(self, call: Call, envelope: Envelope, names: TokenNames) -> None:
+        self._call = call
+        self._names = names
+        self._envelope = envelope
+        self._head = f'data: {to_json(envelope.head(in_stream=True))[:-1]},"choices":['
+        self._tail = '],"usage":null}\n\n' if call.include_usage else "]}\n\n"
+        self._offsets: dict[int, int] = {}
+
+    def first(self, index: int) -> bytes:
+        """Before the first output of a choice: a chat's role."""
+        if not self._call.is_chat:
+            return b""
+        delta = {"role": "assistant", "content": ""}
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return f"{self._head}{to_json(choice)}{self._tail}".encode()
+
+    def output(self, index: int, output: RequestOutput) -> bytes:
+        """Empty where an output shows nothing: no text, no logprobs, no end."""
+        call = self._call
+        if not output.text and output.finish_reason is None and call.num_logprobs is None and not call.return_token_ids:
+            return b""
+        logprobs = None
+        if call.num_logprobs is not None and output.logprobs:
+            if call.is_chat:
+                logprobs = chat_logprobs(output.logprobs, call.num_logprobs, self._names)
+            else:
+                offset = self._offsets.get(index, 0)
+                logprobs = completion_logprobs(output.logprobs, output.token_ids, call.num_logprobs, self._names,
+                                               offset)
+                self._offsets[index] = offset + sum(map(len, logprobs["tokens"]))
+        text = to_json(output.text)
+        content = f'"delta":{{"content":{text}}}' if call.is_chat else f'"text":{text}'
+        if call.is_chat and not output.text:
+            content = '"delta":{}'
+        parts = [f'{{"index":{index},{content},"logprobs":{to_json(logprobs)},'
+                 f'"finish_reason":{to_json(output.finish_reason)}']
+        if output.matched_stop is not None:
+            parts.append(f'"stop_reason":{to_json(output.matched_stop)}')
+        if call.return_token_ids:
+            parts.append(f'"token_ids":{to_json(output.token_ids)}')
+        return f"{self._head}{','.join(parts)}}}{self._tail}".encode()
+
+    def usage(self, usage: Usage) -> bytes:
+        return event({**self._envelope.head(in_stream=True), "choices": [], "usage": usage.to_json()})
+
+    @staticmethod
+    def error(error: ApiError) -> bytes:
+        return event(error.body())
