@@ -22,7 +22,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         reasons["gpu"] = no_gpu
     for item in items:
         for marker, reason in reasons.items():
-            if marker in item.keywords:
+            if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 

@@ -1,0 +1,57 @@
+"""Compiles kernels in a process of its own: python -m ingot.compiler.gpu.worker
+
+Reads requests from stdin, one JSON document a line, and answers each with one line on stdout:
+{"kernel": GpuKernel.to_json(), "capability": 90} -> {"cubin": base64, "metadata": {...}} or {"error": "..."}.
+Triton prints what it likes on stdout; answers go to the descriptor that stdout was at the start.
+"""
+from __future__ import annotations
+
+import base64
+import importlib
+import json
+import os
+import sys
+from typing import Any
+
+_METADATA = ("name", "shared", "num_warps", "num_ctas", "tmem_size", "global_scratch_size", "global_scratch_align",
+             "profile_scratch_size", "profile_scratch_align", "tensordesc_meta")
+_ALIGNED = [["tt.divisibility", 16]]
+
+
+def compile_one(request: dict[str, Any]) -> dict[str, Any]:
+    """Raises whatever triton raises."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = request["kernel"]
+    function = getattr(importlib.import_module(kernel["module"]), kernel["function"])
+    given = kernel["signature"] | dict.fromkeys(kernel["constants"], "constexpr")
+    if set(given) != set(function.arg_names):
+        raise TypeError(f"{kernel['function']} takes {function.arg_names}, the kernel gives {list(given)}")
+    signature = {name: given[name] for name in function.arg_names}
+    aligned = {(i,): _ALIGNED for i, kind in enumerate(signature.values()) if kind.startswith("*")}
+    source = ASTSource(function, signature=signature, constexprs=kernel["constants"], attrs=aligned)
+    options = {"num_warps": kernel["num_warps"], "num_stages": kernel["num_stages"], "enable_fp_fusion": True}
+    if kernel["max_registers"]:
+        options["maxnreg"] = kernel["max_registers"]
+    compiled = triton.compile(source, target=GPUTarget("cuda", request["capability"], 32), options=options)
+    metadata = compiled.metadata._asdict()
+    return {"cubin": base64.b64encode(compiled.asm["cubin"]).decode(),
+            "metadata": {name: metadata.get(name) for name in _METADATA}}
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        try:
+            answer = compile_one(json.loads(line))
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

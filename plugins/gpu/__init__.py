@@ -1,0 +1,1 @@
+"""What the kernels of GPU targets share. Modules named gpu.py import triton; everything else here does not."""
