@@ -28,6 +28,7 @@ class Verb(NamedTuple):
 VERBS = {
     "build": Verb("ingot.compiler.cli.build", "compile a checkpoint into an engine"),
     "generate": Verb("ingot.runtime.cli.generate", "answer one prompt, token by token"),
+    "serve": Verb("ingot.runtime.cli.serve", "gRPC and HTTP servers over an engine"),
     "inspect": Verb("ingot.runtime.cli.inspect", "what an engine holds and needs"),
     "verify": Verb("ingot.runtime.cli.verify", "check every byte of an engine"),
     "compare": Verb("ingot.compiler.cli.compare", "an engine against its checkpoint, layer by layer"),

@@ -1,0 +1,145 @@
+"""From an engine file to an executor that takes requests."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any, Self
+
+from ..devices import load_program
+from ..engine_file import EngineFile
+from ..errors import RequestError
+from ..host import return_free_memory
+from ..kv import KvCache
+from ..kv_memory import DEFAULT_FRACTION, kv_cache_tokens
+from ..program import Limits, Program
+from ..scheduler import ChunkingPolicy, SchedulerPolicy, SchedulerSettings, SettingsError
+from ..tokenizer import Tokenizer, read_config
+from .executor import Executor, ExecutorSettings
+from .request_log import RequestLog
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How an engine is run. None: what the engine was built for, or what the machine has.
+
+    kv_cache_tokens, kv_cache_fraction  room of the KV cache; tokens come first. Host tier: the same
+    log_requests                        file for a line about each request; "-": standard error
+    """
+
+    scheduler_policy: SchedulerPolicy = SchedulerPolicy.GUARANTEED_NO_EVICT
+    context_chunking: ChunkingPolicy = ChunkingPolicy.FIRST_COME_FIRST_SERVED
+    max_batch_size: int | None = None
+    max_num_tokens: int | None = None
+    max_seq_len: int | None = None
+    max_queue_size: int = 512
+    kv_cache_tokens: int | None = None
+    kv_cache_fraction: float = DEFAULT_FRACTION
+    host_kv_tokens: int = 0
+    host_cache_fraction: float | None = None
+    prefix_reuse: bool = True
+    num_workers: int | None = None
+    log_requests: str | None = None
+
+
+class LoadedEngine:
+    """An engine with the executor that runs it.
+
+    limits  those that it is run with, at most those that it was built for
+    """
+
+    def __init__(self, path: str | os.PathLike[str], options: EngineOptions = EngineOptions()) -> None:
+        """Raises RequestError (EngineFormatError, EngineMismatch, SettingsError, KvCacheSizeError) or WorkFailed."""
+        self.options = options
+        self.file = EngineFile.open(path)
+        self._log: RequestLog | None = None
+        self._program: Program | None = None
+        try:
+            self._load()
+        except BaseException:
+            self._release()
+            raise
+
+    def _load(self) -> None:
+        options, manifest = self.options, self.file.manifest
+        built = Limits.of(manifest)
+        settings = SchedulerSettings.within(built, options.max_batch_size, options.max_num_tokens,
+                                            policy=options.scheduler_policy, chunking=options.context_chunking)
+        self.limits = Limits(settings.max_batch_size, settings.max_num_tokens, _max_seq_len(built, options.max_seq_len))
+        if options.max_queue_size < 1:
+            raise RequestError(f"--max-queue-size is {options.max_queue_size}; expected at least 1")
+        self._log = RequestLog(options.log_requests) if options.log_requests is not None else None
+        tokens, host_tokens = _kv_tokens(manifest, options)
+        program = self._program = load_program(self.file, tokens, options.num_workers, host_tokens)
+        self.kv = KvCache(program.num_blocks, program.block_size, program.kv_windows,
+                          num_host_blocks=program.num_host_blocks, max_chunk=settings.max_num_tokens,
+                          enable_reuse=options.prefix_reuse)
+        self.vocab_size = program.vocab_size
+        self.tokenizer = Tokenizer.of(self.file)
+        self.stop_token_ids = frozenset(read_config(self.file).get("eos_token_ids", ()))
+        self.executor = Executor(
+            program, self.kv, ExecutorSettings(settings, self.limits.max_seq_len, options.max_queue_size),
+            tokenizer=self.tokenizer, stop_token_ids=self.stop_token_ids, log=self._log)
+        return_free_memory()  # loading parses much JSON: what it leaves would stay for as long as the engine serves
+
+    def close(self) -> None:
+        """Ends what runs, stops the executor and frees the device."""
+        self.executor.close()
+        self._release()
+
+    def _release(self) -> None:
+        if self._program is not None:
+            self._program.close()
+        if self._log is not None:
+            self._log.close()
+        self.file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def facts(self) -> dict[str, Any]:
+        """The settings as they were resolved, and what they come to, by name."""
+        options, stats, memory = self.options, self.executor.stats(), self.file.manifest["memory"]
+        tables = len(self.kv.windows)
+        return {
+            "scheduler_policy": options.scheduler_policy.name,
+            "context_chunking": options.context_chunking.name,
+            "max_batch_size": self.limits.max_batch_size,
+            "max_num_tokens": self.limits.max_num_tokens,
+            "max_seq_len": self.limits.max_seq_len,
+            "max_queue_size": options.max_queue_size,
+            "prefix_reuse": options.prefix_reuse,
+            "kv_cache_tokens": stats.num_blocks // tables * stats.block_size,
+            "kv_cache_bytes": stats.num_blocks // tables * stats.block_size * memory.get("kv_bytes_per_token", 0),
+            "host_kv_tokens": stats.num_host_blocks // tables * stats.block_size,
+            "guaranteed_requests": stats.guaranteed_requests,
+        }
+
+
+def _kv_tokens(manifest: dict[str, Any], options: EngineOptions) -> tuple[int, int]:
+    """(tokens on the device, tokens in the host tier)"""
+    for name in ("kv_cache_tokens", "host_kv_tokens"):
+        value = getattr(options, name)
+        if value is not None and value < (0 if name == "host_kv_tokens" else 1):
+            raise RequestError(f"--{name.replace('_', '-')} is {value}; expected a number of tokens")
+    tokens = options.kv_cache_tokens
+    if tokens is None:
+        tokens = kv_cache_tokens(manifest, options.kv_cache_fraction)
+    host_tokens = options.host_kv_tokens
+    if options.host_cache_fraction is not None:
+        host_tokens = kv_cache_tokens(manifest, options.host_cache_fraction, "--host-cache-fraction")
+    return tokens, host_tokens
+
+
+def _max_seq_len(built: Limits, asked: int | None) -> int:
+    if asked is None:
+        return built.max_seq_len
+    if asked > built.max_seq_len:
+        raise SettingsError(f"max_seq_len {asked} is above {built.max_seq_len}, what the engine was built for.\n"
+                            f"  Lower it, or build the engine with --max-seq-len {asked}.")
+    if asked < 2:
+        raise SettingsError(f"max_seq_len must be at least 2, a prompt and its answer, not {asked}")
+    return asked
