@@ -1,0 +1,22 @@
+"""What one step computes."""
+
+from dataclasses import dataclass, field
+
+from .sequence import Sequence
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """Decided by Scheduler.plan or plan_steady; the caller launches it, waits, and hands it to Scheduler.advance.
+
+    entries   (sequence, how many of its pending tokens, rows of logits counted from the end of these); empty when
+              nothing can run. The very same list as in the plan before if the batch has not changed
+    admitted  sequences that start with this step, or go on after a pause
+    paused    sequences whose blocks others needed; they will be admitted again
+    expired   sequences whose deadline has passed. They are finished; their blocks are free
+    """
+
+    entries: list[tuple[Sequence, int, int]] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
+    paused: list[Sequence] = field(default_factory=list)
+    expired: list[Sequence] = field(default_factory=list)

@@ -1,0 +1,249 @@
+"""Which tokens the next step computes (docs/scheduling.md). Pure bookkeeping, no tensors; one thread at a time.
+
+    plan = scheduler.plan()
+    program.copy_blocks(kv.take_copies()); program.launch(...); program.wait()
+    scheduler.advance(plan)                  then append a token to, or finish, each sequence that has none pending
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from .admission import Admission
+from .chunking import divide, room_for_next
+from .errors import InvalidPriority, NeverFits
+from .plan import StepPlan
+from .sequence import MAX_PRIORITY, Sequence, SequenceState
+from .settings import SchedulerPolicy, SchedulerSettings
+
+if TYPE_CHECKING:
+    from ..kv import KvCache
+
+RUNNING = SequenceState.RUNNING
+
+
+class Scheduler:
+    """Waiting and running sequences over one KV cache, which nobody else draws blocks from.
+
+    version      changes whenever a plan of plan_steady made before is void
+    num_pauses   how often a sequence was paused, since the beginning
+    """
+
+    def __init__(self, kv: KvCache, settings: SchedulerSettings, clock: Callable[[], float] = time.monotonic) -> None:
+        """clock: seconds; arrivals and deadlines of sequences are times of this clock."""
+        self.settings = settings
+        self.version = 0
+        self.num_pauses = 0
+        self._kv = kv
+        self._clock = clock
+        self._admission = Admission(kv, settings)
+        self._running: list[Sequence] = []  # in the order in which they were started
+        self._next_deadline = math.inf  # no deadline is earlier
+        # Left out of the last steady plan, since the step in flight gives them their last token.
+        self._ending: list[Sequence] = []
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that have not started yet."""
+        return len(self._admission.queue) - self.num_paused
+
+    @property
+    def num_paused(self) -> int:
+        return self._admission.queue.num_paused
+
+    @property
+    def sequences(self) -> Iterator[Sequence]:
+        """All that have not finished: the running ones as they were started, then the others in order of their turn."""
+        yield from self._running
+        yield from self._admission.queue
+
+    def check(self, num_tokens: int, max_len: int, priority: int = 0) -> None:
+        """Raises what `add` would raise for a sequence of so many tokens. From any thread: it reads constants only."""
+        if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+            raise InvalidPriority(f"priority must be {-MAX_PRIORITY} to {MAX_PRIORITY}, not {priority}")
+        kv = self._kv
+        needed = kv.needed(max(num_tokens, max_len - 1), self.settings.max_num_tokens)
+        if needed > kv.num_blocks:
+            size = kv.block_size
+            raise NeverFits(
+                f"a prompt of {num_tokens} tokens with its answer, {max_len} tokens together, needs {needed} KV blocks "
+                f"of {size} tokens; there are {kv.num_blocks} ({kv.num_blocks * size} tokens).\n"
+                f"  Lower max_tokens, shorten the prompt, or raise kv_cache_tokens to {needed * size}."
+            )
+
+    def add(self, sequence: Sequence) -> None:
+        """Let a sequence wait for its turn. Raises NeverFits if it could never have one, or InvalidPriority."""
+        self.check(len(sequence.tokens), sequence.max_len, sequence.priority)
+        self._admission.queue.add(sequence)
+        if sequence.deadline is not None:
+            self._next_deadline = min(self._next_deadline, sequence.deadline)
+        if self._running and self._admission.next(self._running) is not None:
+            self.version += 1
+
+    def finish(self, sequence: Sequence, publish: bool = True) -> None:
+        """A sequence has ended, in whatever way: complete, cancelled, failed. Its blocks stay cached or are free.
+
+        At any time, also while a step with it is in flight; a second time changes nothing.
+        publish  False: what of its KV is not shared yet is not to be trusted
+        """
+        if sequence.state is SequenceState.FINISHED:
+            return
+        if sequence.state is RUNNING:
+            self._running.remove(sequence)
+            self._release(sequence, publish)
+        else:
+            self._admission.remove(sequence)
+        sequence.state = SequenceState.FINISHED
+        if sequence not in self._ending:
+            self.version += 1
+
+    def plan(self) -> StepPlan:
+        """The next step, when none is in flight."""
+        plan = StepPlan()
+        self._ending.clear()
+        if self._next_deadline <= self._clock():
+            self._expire(plan)
+        settings, running = self.settings, self._running
+        num_generating, contexts = 0, []
+        for sequence in running:
+            pending = len(sequence.tokens) - sequence.num_computed
+            if pending == 1:
+                num_generating += 1
+            elif pending:
+                contexts.append(sequence)
+        self._grow_all(contexts, num_generating, plan)
+        if plan.paused:
+            contexts = [sequence for sequence in contexts if sequence.state is RUNNING]
+            num_generating = sum(sequence.num_pending == 1 for sequence in running)
+        else:
+            num_generating += self._admit(contexts, num_generating, plan)
+        counts = iter(self._divide(contexts, num_generating))
+        entries = plan.entries
+        for sequence in running:
+            pending = len(sequence.tokens) - sequence.num_computed
+            if pending == 1:
+                entries.append((sequence, 1, 1))
+            elif pending:
+                # A pause or an admission has moved the shares; blocks are there for the old ones.
+                count = min(next(counts), sequence.kv.capacity - sequence.num_computed)
+                if count:
+                    entries.append((sequence, count, sequence.num_logits(count)))
+        assert len(entries) <= settings.max_batch_size
+        return plan
+
+    def plan_steady(self) -> StepPlan | None:
+        """The step after the one in flight, if it is sure to be one more token for each sequence, else None.
+
+        None unless every running sequence generates, nobody waiting can start, and there are blocks. A sequence that
+        the step in flight completes to max_len is left out. The plan is good while `version` stays as it is; deadlines
+        that pass meanwhile take effect one step later.
+        """
+        running, kv = self._running, self._kv
+        if self._next_deadline <= self._clock() or self._admission.next(running) is not None:
+            return None
+        plan, ending = StepPlan(), []
+        entries = plan.entries
+        for sequence in running:
+            # Once the step in flight is done: all tokens there are now are computed, and there is one more.
+            computed = len(sequence.tokens)
+            if computed - sequence.num_computed != 1:
+                return None
+            if computed + 1 >= sequence.max_len:
+                ending.append(sequence)
+                continue
+            if computed >= sequence.kv.capacity and not kv.grow(sequence.kv, computed + 1):
+                return None
+            entries.append((sequence, 1, 1))
+        if not entries or (ending and self._admission.queue):
+            return None
+        self._ending = ending
+        return plan
+
+    def advance(self, plan: StepPlan) -> None:
+        """The plan's step is done: what it computed is written. Sequences that have finished meanwhile are passed."""
+        block_size, advance = self._kv.block_size, self._kv.advance
+        for sequence, count, _ in plan.entries:
+            if sequence.state is RUNNING:
+                computed = sequence.num_computed = sequence.num_computed + count
+                # One token more matters to the cache only when it fills a block.
+                if count > 1 or computed % block_size == 0:
+                    advance(sequence.kv, computed)
+
+    def _divide(self, contexts: list[Sequence], num_generating: int) -> list[int]:
+        """Generation goes first: each of its tokens is one that somebody waits for."""
+        settings = self.settings
+        return divide(contexts, settings.max_num_tokens - num_generating, settings.max_batch_size - num_generating,
+                      settings.chunking, self._kv.block_size)
+
+    def _grow_all(self, contexts: list[Sequence], num_generating: int, plan: StepPlan) -> None:
+        """Blocks for what each running sequence computes next. The oldest first, so that the last started give way."""
+        counts = iter(self._divide(contexts, num_generating))
+        for sequence in self._running:  # pauses shorten it from its end
+            pending = len(sequence.tokens) - sequence.num_computed
+            num_tokens = sequence.num_computed + (next(counts) if pending > 1 else pending)
+            if num_tokens > sequence.kv.capacity:
+                while not self._kv.grow(sequence.kv, num_tokens):
+                    last = self._running[-1]
+                    self._pause(last, plan)
+                    if last is sequence:
+                        break
+
+    def _pause(self, sequence: Sequence, plan: StepPlan) -> None:
+        assert self.settings.policy is SchedulerPolicy.MAX_UTILIZATION, "reserved blocks are missing"
+        assert len(self._running) > 1, "a sequence that fits the cache does not fit it alone"
+        self._running.pop()
+        sequence.num_scored = max(sequence.num_scored, sequence.num_computed)
+        self._release(sequence, publish=True)
+        sequence.num_computed = 0
+        sequence.state = SequenceState.PAUSED
+        self._admission.queue.put_back(sequence)
+        self.num_pauses += 1
+        plan.paused.append(sequence)
+
+    def _release(self, sequence: Sequence, publish: bool) -> None:
+        if publish and sequence.kv.num_computed < sequence.num_computed:
+            self._kv.advance(sequence.kv, sequence.num_computed)
+        self._kv.release(sequence.kv, publish_tail=publish)
+
+    def _admit(self, contexts: list[Sequence], num_generating: int, plan: StepPlan) -> int:
+        """Starts waiting sequences, appending to `contexts` those that have more than one token pending.
+
+        Returns the number of the others.
+        """
+        settings, admission, kv, running = self.settings, self._admission, self._kv, self._running
+        num_single = 0
+        while True:
+            left = settings.max_num_tokens - num_generating - num_single
+            room = room_for_next(contexts, left, settings.chunking, kv.block_size)
+            sequence = admission.next(running) if room else None
+            if sequence is None or not admission.start(sequence, running, room):
+                break
+            sequence.state = RUNNING
+            sequence.num_computed = sequence.kv.num_computed
+            if sequence.num_cached is None:
+                sequence.num_cached = sequence.num_computed
+            running.append(sequence)
+            plan.admitted.append(sequence)
+            if sequence.num_pending == 1:
+                num_single += 1
+            else:
+                contexts.append(sequence)
+        return num_single
+
+    def _expire(self, plan: StepPlan) -> None:
+        now, self._next_deadline = self._clock(), math.inf
+        for sequence in list(self.sequences):
+            if sequence.deadline is None:
+                continue
+            if sequence.deadline <= now:
+                self.finish(sequence)
+                plan.expired.append(sequence)
+            else:
+                self._next_deadline = min(self._next_deadline, sequence.deadline)

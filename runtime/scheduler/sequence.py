@@ -1,0 +1,82 @@
+"""One prompt and the answer that grows behind it, as the scheduler sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..kv import KvSequence, Probe
+
+
+MAX_PRIORITY = 100  # a bound on priorities is a bound on how long anybody waits
+
+
+class SequenceState(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    PAUSED = "paused"  # waits again: its blocks went back to the cache, its tokens stay
+    FINISHED = "finished"
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """A list of tokens of which some are computed: their KV is in the cache.
+
+    Context and generation phase are one path: a step computes some of the pending tokens. A sequence generates when
+    exactly its last token is pending.
+
+    The caller gives and owns:
+    request_id     whose it is, for messages
+    tokens         the prompt, then the answer; the caller appends. The same list object as kv.tokens
+    max_len        how long `tokens` may become
+    kv             its blocks, and the salt and retention they are cached with
+    priority       higher comes first, -MAX_PRIORITY .. MAX_PRIORITY
+    arrival        seconds on the scheduler's clock
+    deadline       seconds on the scheduler's clock, after which nobody wants the answer
+    prompt_logits  logits are wanted for every token of the prompt, so that none of it may come from the cache
+
+    The scheduler alone changes:
+    num_computed   tokens whose KV is written. It follows `Scheduler.advance`
+    num_cached     how many of them the first admission found in the cache
+    num_scored     tokens whose logits were given before a pause: they are not given again
+    """
+
+    request_id: str
+    tokens: list[int]
+    max_len: int
+    kv: KvSequence
+    priority: int = 0
+    arrival: float = 0.0
+    deadline: float | None = None
+    prompt_logits: bool = False
+    state: SequenceState = SequenceState.WAITING
+    num_computed: int = 0
+    num_cached: int | None = None
+    num_scored: int = 0
+    # Place in the queue: (seconds, serial number). Never changes, so a paused sequence gets its old place back.
+    rank: tuple[float, int] = (0.0, 0)
+    # What it waits for: a prefix that another sequence is computing; and how often it began to wait.
+    awaited: Probe | None = field(default=None, repr=False)
+    num_waits: int = 0
+
+    @property
+    def num_pending(self) -> int:
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def generates(self) -> bool:
+        return self.num_computed > 0 and self.num_pending == 1
+
+    @property
+    def max_computed(self) -> int:
+        """Tokens whose KV it holds at its end: the last token of an answer is never computed, for none follows it."""
+        return max(len(self.tokens), self.max_len - 1)
+
+    def num_logits(self, count: int) -> int:
+        """Rows of logits, counted from the end, that are wanted when the next `count` pending tokens are computed."""
+        end = self.num_computed + count
+        if self.prompt_logits:
+            return max(end - max(self.num_computed, self.num_scored), 0)
+        return int(end == len(self.tokens))
