@@ -30,6 +30,7 @@ VERBS = {
     "generate": Verb("ingot.runtime.cli.generate", "answer one prompt, token by token"),
     "serve": Verb("ingot.runtime.cli.serve", "gRPC and HTTP servers over an engine"),
     "inspect": Verb("ingot.runtime.cli.inspect", "what an engine holds and needs"),
+    "bench": Verb("ingot.runtime.cli.bench", "load on an engine or a server, and how long each request took"),
     "verify": Verb("ingot.runtime.cli.verify", "check every byte of an engine"),
     "compare": Verb("ingot.compiler.cli.compare", "an engine against its checkpoint, layer by layer"),
     "targets": Verb("ingot.compiler.cli.targets", "what engines can be built for"),

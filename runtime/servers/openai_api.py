@@ -63,15 +63,12 @@ class OpenAiApi:
     def _entry(self) -> dict[str, Any]:
         """As OpenAI tells a model; max_model_len as vLLM does; engine: what only Ingot has."""
         context = self._context
-        manifest, stats = context.file.manifest, context.engine.stats()
+        manifest = context.file.manifest
         return {"id": context.model_name, "object": "model", "created": self._created, "owned_by": "ingot",
                 "max_model_len": context.limits.max_seq_len,
                 "engine": {"hash": context.file.hash, "target": manifest["target"]["name"],
                            "precision": manifest["precision"], "vocab_size": context.vocab_size,
-                           "max_batch_size": context.limits.max_batch_size,
-                           "max_num_tokens": context.limits.max_num_tokens,
-                           "kv_block_size": stats.block_size, "kv_cache_tokens": stats.num_blocks * stats.block_size,
-                           "max_queue_size": stats.max_queue_size, **dict(context.settings.scheduling)}}
+                           "kv_block_size": context.engine.stats().block_size, **dict(context.settings.scheduling)}}
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         context = self._context

@@ -1,0 +1,1 @@
+"""Where requests go: an engine in this process, or a server by gRPC or HTTP."""
