@@ -1,0 +1,67 @@
+"""What all gRPC services do to have a prompt answered: parameters and errors by the names of their own fields."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..errors import IngotError
+from ..executor.request import Request, RequestFailed, RequestOutput
+from ..sampling import SamplingError, SamplingParams
+from .grpc_errors import DeadlinePassed, InvalidField
+
+if TYPE_CHECKING:
+    from ..executor.async_engine import OutputStream
+    from .context import ServerContext
+    from .rpc import Call
+
+MAX_REQUEST_ID_LENGTH = 512
+
+FieldNames = Mapping[str, str]
+"""The engine's name of a parameter -> the path of the field that a service takes it from."""
+
+
+def sampling_params(values: dict[str, Any], names: FieldNames) -> SamplingParams:
+    """Raises InvalidField with the service's name of the field."""
+    try:
+        return SamplingParams(**values)
+    except SamplingError as error:
+        raise InvalidField(names.get(error.field, error.field), str(error)) from None
+
+
+def begin(context: ServerContext, call: Call, request_id: str, prompt: Sequence[int], params: SamplingParams,
+          names: FieldNames, **options: Any) -> OutputStream:
+    """Gives a request to the engine; it ends with the call's deadline. The caller must `aclose` the stream.
+
+    request_id  empty: one is made
+    options     further fields of Request
+    Raises InvalidField, or what else the engine refuses a request with.
+    """
+    if len(request_id) > MAX_REQUEST_ID_LENGTH:
+        raise InvalidField(names["request_id"], f"has {len(request_id)} characters; expected at most "
+                                                f"{MAX_REQUEST_ID_LENGTH}")
+    deadline_s = call.time_remaining()
+    try:
+        return context.engine.generate(Request(request_id or uuid.uuid4().hex, prompt, params, deadline_s=deadline_s,
+                                               **options))
+    except IngotError as error:
+        field = getattr(error, "field", None)
+        if field is None:
+            raise
+        raise InvalidField(names.get(field, field), str(error)) from None
+
+
+def raise_if_failed(output: RequestOutput) -> None:
+    """For the last output of an answer: raises DeadlinePassed, or why it failed."""
+    if output.finish_reason == "timeout":
+        raise DeadlinePassed(f"the deadline of {output.request_id} passed after {output.num_output_tokens} tokens")
+    if output.finish_reason == "error":
+        raise output.error or RequestFailed(f"request {output.request_id} failed")
+
+
+def encode(context: ServerContext, text: str, field: str) -> list[int]:
+    """Raises InvalidField if the engine has no tokenizer."""
+    if context.tokenizer is None:
+        raise InvalidField(field, "this engine has no tokenizer; expected token ids")
+    return context.tokenizer.encode(text)
