@@ -48,7 +48,7 @@ class Answer(Sequence):
 
     __slots__ = ("_matcher", "_stream", "end_token_ids", "error", "finish_reason", "first_token_at", "index",
                  "key", "last_token_at", "longest_gap_s", "looks_for_stops", "matched_stop", "num_output",
-                 "prompt_logprobs", "running", "sampling", "text", "tracks_tokens", "wants_logprobs")
+                 "num_prompt", "prompt_logprobs", "running", "sampling", "text", "tracks_tokens", "wants_logprobs")
 
     def __init__(self, running: Running, index: int, sampling: SequenceSampling, end_token_ids: frozenset[int],
                  max_seq_len: int, stream: TextStream | None) -> None:
@@ -57,10 +57,10 @@ class Answer(Sequence):
         scored = params.prompt_logprobs is not None and index == 0
         kv = KvSequence(tokens, CacheKey(request.cache_salt, request.lora), request.retention,
                         request.decode_priority, request.decode_duration_s)
-        Sequence.__init__(
-            self, request.request_id, tokens, min(len(tokens) + params.max_tokens, max_seq_len), kv, len(tokens),
-            request.priority, request.arrival,
-            None if request.deadline_s is None else request.arrival + request.deadline_s, scored)
+        deadline = None if request.deadline_s is None else request.arrival + request.deadline_s
+        Sequence.__init__(self, request.request_id, tokens, min(len(tokens) + params.max_tokens, max_seq_len), kv,
+                          priority=request.priority, arrival=request.arrival, deadline=deadline, prompt_logits=scored)
+        self.num_prompt = len(tokens)
         self.running = running
         self.index = index
         self.sampling = sampling
@@ -122,18 +122,19 @@ class Answer(Sequence):
             text += matcher.end()
         return text
 
-    def output(self, token: int, logprobs: TokenLogprobs | None) -> RequestOutput:
-        """What the newest token gives out. Call it once for each, in order."""
+    def output(self, token: int, logprobs: TokenLogprobs | None, ends: bool) -> RequestOutput:
+        """What the newest token gives out. Call it once for each, in order. ends: the answer ends with it."""
         if self.looks_for_stops:
             text = self.text
-        elif self.finish_reason is not None:
-            text = self._next_text(token) if self._stream is not None else ""
+        elif self._stream is None:
+            text = ""
         else:
-            text = self._stream.add(token) if self._stream is not None else ""
+            text = self._next_text(token) if ends else self._stream.add(token)
         output = RequestOutput(self.request_id, self.index, [token], text, self.num_prompt, self.num_cached or 0,
-                               self.num_output, None if logprobs is None else [logprobs], None, self.finish_reason,
-                               self.matched_stop)
-        if self.num_output == 1 and self.prompt_logprobs is not None:
+                               self.num_output, None if logprobs is None else [logprobs])
+        if ends:
+            output.finish_reason, output.matched_stop = self.finish_reason, self.matched_stop
+        if self.num_output == 1:
             output.prompt_logprobs = self.prompt_logprobs
         return output
 

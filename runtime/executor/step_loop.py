@@ -51,7 +51,7 @@ class StepLoop:
         self._prepared_at = 0  # the scheduler's version then
         self._num_keys = 0
         # What has come and is not delivered yet: tokens, and answers that ended without one.
-        self._tokens: list[tuple[Answer, int, TokenLogprobs | None]] = []
+        self._tokens: list[tuple[Answer, int, TokenLogprobs | None, bool]] = []  # the last: it ends the answer
         self._ended: list[Answer] = []
         self._step_at = 0.0
         self._step_before_at = 0.0
@@ -134,8 +134,9 @@ class StepLoop:
                     f"{answer.request_id}: no token can follow token {len(answer.tokens) - 1}: its logits are no "
                     "numbers, or every token is banned.\n  Find the layer with: ingot compare"))
                 continue
-            taken.append((answer, token, logprobs))
-            if answer.take(token):
+            ends = answer.take(token)
+            taken.append((answer, token, logprobs, ends))
+            if ends:
                 finish(answer)
 
     def launch(self) -> bool:
@@ -218,7 +219,7 @@ class StepLoop:
         num_steady = 0
         batches: dict[Sink, list[RequestOutput]] = {}
         sink, outputs = None, []
-        for answer, token, logprobs in self._tokens:
+        for answer, token, logprobs, ends in self._tokens:
             if answer.last_token_at == before:
                 num_steady += 1
                 if now - before > answer.longest_gap_s:
@@ -229,8 +230,8 @@ class StepLoop:
             if answer.running.sink is not sink:
                 sink = answer.running.sink
                 outputs = batches.setdefault(sink, [])
-            outputs.append(answer.output(token, logprobs))
-            if answer.finish_reason is not None:
+            outputs.append(answer.output(token, logprobs, ends))
+            if ends:
                 self._close(answer)
         for answer in self._ended:
             batches.setdefault(answer.running.sink, []).append(answer.last_output())
