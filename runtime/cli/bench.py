@@ -11,6 +11,7 @@ import urllib.parse
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import RequestError, WorkFailed
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", help="a server instead: grpc://HOST:PORT, http://HOST:PORT, grpcs:// or https://")
     server = parser.add_argument_group("the server")
     server.add_argument("--model", metavar="NAME", help="by HTTP; default: the first that it has")
-    server.add_argument("--auth-token", metavar="TOKEN", help="bearer token (default: $INGOT_AUTH_TOKEN)")
+    server.add_argument("--token-file", metavar="FILE", help="the bearer token that it wants")
     server.add_argument("--tls-ca", metavar="FILE", help="certificates to trust, PEM")
     server.add_argument("--metrics-url", metavar="URL", help="with grpc://: where its metrics are, if not over gRPC")
     server.add_argument("--vocab-size", type=int, metavar="N", help="where the server does not tell it")
@@ -148,7 +149,7 @@ def _load(arguments: argparse.Namespace) -> Load:
 def _dry_run(arguments: argparse.Namespace, plan: Plan) -> int:
     """Needs neither engine nor server; of an engine that is given only the limits and the tokenizer are read."""
     from ..bench.drivers.driver import Facts
-    from ..bench.workload import statistics
+    from ..bench.workload import Session, statistics
 
     facts, count_tokens = Facts("the dry run", "", vocab_size=_SOME_VOCABULARY), None
     if arguments.engine is not None:
@@ -165,7 +166,7 @@ def _dry_run(arguments: argparse.Namespace, plan: Plan) -> int:
     if plan.dataset is not None and plan.load.num_requests is None:
         left = _MAX_DRY_SESSIONS
     for session in islice(plan.sessions(facts), _MAX_DRY_SESSIONS):
-        sessions.append(session)
+        sessions.append(Session(session.name, session.turns[:left]))
         left -= len(session.turns)
         if left <= 0:
             break
@@ -206,7 +207,7 @@ async def _driver(arguments: argparse.Namespace) -> AsyncGenerator[Driver, None]
             yield driver
         return
     url = urllib.parse.urlsplit(arguments.url)
-    token = arguments.auth_token or os.environ.get("INGOT_AUTH_TOKEN")
+    token = _token(arguments.token_file)
     if url.scheme in ("http", "https") and url.netloc:
         from ..bench.drivers.http import HttpDriver
 
@@ -217,6 +218,13 @@ async def _driver(arguments: argparse.Namespace) -> AsyncGenerator[Driver, None]
         yield GrpcDriver(url.netloc, token, arguments.tls_ca, url.scheme == "grpcs", arguments.metrics_url)
     else:
         raise RequestError(f"--url {arguments.url}: expected grpc://HOST:PORT or http://HOST:PORT")
+
+
+def _token(path: str | None) -> str | None:
+    try:
+        return None if path is None else Path(path).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"--token-file: cannot read {path}: {error}") from None
 
 
 def _check_writable(path: str | None) -> None:

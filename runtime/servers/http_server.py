@@ -117,6 +117,13 @@ def _tls(context: ServerContext) -> ssl.SSLContext | None:
         except ssl.SSLError as error:
             raise RequestError(f"the TLS certificate and key do not fit together, or are no PEM: {error.reason}"
                                ) from None
+    if (client_ca := context.settings.tls_client_ca) is not None:
+        try:
+            tls.load_verify_locations(cadata=client_ca.decode("ascii"))
+        except (ssl.SSLError, ValueError) as error:
+            raise RequestError(f"the certificate that clients' certificates must be signed by is no PEM: {error}"
+                               ) from None
+        tls.verify_mode = ssl.CERT_REQUIRED
     return tls
 
 

@@ -1,6 +1,7 @@
 """The HTTP server by plain HTTP: statuses, errors, tokens, TLS, limits, clients that go away, shutting down."""
 
 import asyncio
+import dataclasses
 import http.client
 import json
 import socket
@@ -212,11 +213,32 @@ def test_tokens(runner: ScriptedRunner, tmp_path: Path) -> None:
         assert complete(address, {"Authorization": "Bearer s3cret"})[0] == 200
 
 
-def test_tls(runner: ScriptedRunner, tmp_path: Path) -> None:
-    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+def self_signed(folder: Path) -> tuple[Path, Path]:
+    """(certificate, key) of 127.0.0.1."""
+    key, certificate = folder / "key.pem", folder / "certificate.pem"
     subprocess.run(["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
                     "-keyout", key, "-out", certificate, "-days", "1", "-subj", "/CN=127.0.0.1",
                     "-addext", "subjectAltName=IP:127.0.0.1"], check=True, capture_output=True)
+    return certificate, key
+
+
+def test_clients_may_have_to_show_a_certificate(runner: ScriptedRunner, tmp_path: Path) -> None:
+    certificate, key = self_signed(tmp_path)
+    settings = ServerSettings(tls_certificate=certificate.read_bytes(), tls_key=key.read_bytes(),
+                              tls_client_ca=certificate.read_bytes())
+    with http_server(tmp_path, runner, settings) as address:
+        tls = ssl.create_default_context(cafile=str(certificate))
+        with pytest.raises((ssl.SSLError, ConnectionError)):
+            call(address, "GET", "/v1/models", tls=tls)
+        tls.load_cert_chain(certificate, key)
+        assert call(address, "GET", "/v1/models", tls=tls)[0] == 200
+    with pytest.raises(RequestError, match="PEM"), \
+            http_server(tmp_path, runner, dataclasses.replace(settings, tls_client_ca=b"x")):
+        pass
+
+
+def test_tls(runner: ScriptedRunner, tmp_path: Path) -> None:
+    certificate, key = self_signed(tmp_path)
     settings = ServerSettings(tls_certificate=certificate.read_bytes(), tls_key=key.read_bytes())
     with http_server(tmp_path, runner, settings) as address:
         trusting = ssl.create_default_context(cafile=str(certificate))
