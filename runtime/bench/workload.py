@@ -49,7 +49,7 @@ class Lengths:
 
     @classmethod
     def parse(cls, option: str, kind: str, text: str, stdev: float | None = None) -> Self:
-        """`text` is N, or LOW:HIGH for uniform; uniform N is N less or more a half, stdev is N/2 unless given.
+        """`text` is N, or LOW:HIGH for uniform lengths; stdev is N/2 unless given.
 
         Raises RequestError that names `option`.
         """
@@ -65,9 +65,9 @@ class Lengths:
         if stdev is not None and (kind not in ("normal", "lognormal") or not 0 <= stdev < math.inf):
             raise RequestError(f"{option}-stdev {stdev}: expected 0 or more, with normal or lognormal lengths; "
                                f"these are {kind}")
-        mean = numbers[0]
         if kind == "uniform":
-            return cls(kind, *(numbers if colon else [max(mean - mean // 2, 1), mean + mean // 2]))
+            return cls(kind, numbers[0], numbers[-1])
+        mean = numbers[0]
         return cls(kind, mean, stdev=0.0 if kind == "fixed" else mean / 2 if stdev is None else stdev)
 
     def draw(self, rng: np.random.Generator) -> int:
@@ -170,6 +170,7 @@ class Preset:
 
 PRESETS = {
     **{name: Preset(name) for name in DISTRIBUTIONS},
+    "uniform": Preset("uniform", isl="256:768", osl="64:192", turn_isl="128:384"),
     "shared-prefix": Preset("fixed", isl="128", prefix_len=1024, prefix_groups=8),
     # A system prompt with the tools' descriptions that all share, short calls, and results of very unequal length.
     "agent": Preset("lognormal", isl="128", osl="64", prefix_len=1024, turns=6, think_s=0.5),

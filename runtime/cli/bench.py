@@ -31,7 +31,7 @@ _MAX_DRY_SESSIONS = 10_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from ..bench.workload import PRESETS
+    from ..bench.workload import DISTRIBUTIONS, PRESETS
 
     parser.add_argument("engine", nargs="?", help="engine file, to be run in this process")
     parser.add_argument("--url", help="a server instead: grpc://HOST:PORT, http://HOST:PORT, grpcs:// or https://")
@@ -45,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     work = parser.add_argument_group("the workload")
     work.add_argument("--workload", choices=list(PRESETS), default="fixed",
                       help="how lengths are distributed; shared-prefix, agent: presets of the options below")
+    work.add_argument("--distribution", choices=DISTRIBUTIONS, help="of all lengths; default: the workload's")
     work.add_argument("--isl", metavar="N", help="input tokens of a session's first request; uniform: LOW:HIGH too")
     work.add_argument("--osl", metavar="N", help="output tokens of each request; likewise")
     work.add_argument("--isl-stdev", type=float, metavar="X", help="normal, lognormal: default half of the mean")
@@ -112,7 +113,8 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     load = _load(arguments)
     workload = None
     lengths = {name: getattr(arguments, name) for name in (
-        "isl", "osl", "prefix_len", "prefix_groups", "turns", "turn_isl")} | {"think_s": arguments.think_time}
+        "distribution", "isl", "osl", "prefix_len", "prefix_groups", "turns", "turn_isl")}
+    lengths["think_s"] = arguments.think_time
     stdevs = {name: getattr(arguments, f"{name}_stdev") for name in ("isl", "osl", "turn_isl")}
     if arguments.dataset is None:
         workload = make_workload(arguments.workload, stdevs, **lengths)

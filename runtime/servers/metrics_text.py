@@ -98,8 +98,12 @@ def _tokens(context: ServerContext) -> Iterator[Family]:
 def _kv_cache(context: ServerContext) -> Iterator[Family]:
     stats, kv = context.engine.stats(), context.engine.kv_stats
     yield Family("ingot_prefix_cache_queries_total", "counter", "Prompt tokens looked up, once, at admission",
-                 _one(kv.query_tokens))
+                 _one(kv.queried_tokens))
     yield Family("ingot_prefix_cache_hits_total", "counter", "Those of them that were found", _one(kv.hit_tokens))
+    yield Family("ingot_prefix_cache_host_hits_total", "counter", "Those of the found ones that the host tier had",
+                 _one(kv.host_hit_tokens))
+    yield Family("ingot_prefix_cache_resumed_hits_total", "counter",
+                 "Tokens found again after a pause, in no other count", _one(kv.resumed_hit_tokens))
     yield Family("ingot_prefix_cache_miss_total", "counter", "Those that were not, by reason",
                  [({"reason": reason}, number) for reason, number in kv.miss_tokens.items()])
     yield Family("ingot_kv_cache_usage_ratio", "gauge", "Share of the device's KV blocks that requests hold",
@@ -109,8 +113,10 @@ def _kv_cache(context: ServerContext) -> Iterator[Family]:
                  _labelled("state", blocks, ()))
     yield Family("ingot_kv_cache_host_blocks", "gauge", "KV blocks of the host tier that hold something",
                  _one(stats.num_used_host_blocks))
-    yield Family("ingot_kv_cache_evictions_total", "counter", "KV blocks that made room for others",
-                 _one(kv.evicted_blocks))
+    yield Family("ingot_kv_cache_copies_total", "counter", "Copies of KV blocks that matched a prompt partly",
+                 _one(kv.copied_blocks))
+    yield Family("ingot_kv_cache_evictions_total", "counter", "KV blocks that lost their content, by tier",
+                 _labelled("tier", {"device": kv.evicted_blocks, "host": kv.host_evicted_blocks}, ()))
     yield Family("ingot_kv_cache_offloads_total", "counter", "KV blocks copied to the host tier",
                  _one(kv.offloaded_blocks))
     yield Family("ingot_kv_cache_onboards_total", "counter", "KV blocks copied back from it",

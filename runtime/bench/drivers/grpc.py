@@ -9,6 +9,8 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as messages
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc as services
 
 from ...errors import RequestError
+from ...servers.proto import control_pb2
+from ...servers.proto.control_pb2_grpc import ControlStub
 from .driver import CallFailed, Delivery, Facts, Refused, ServerUnreachable
 from .http import fetch_metrics
 
@@ -28,24 +30,35 @@ class GrpcDriver:
         self._channel: grpc.aio.Channel | None = None
         self._http: aiohttp.ClientSession | None = None
 
-    def _stub(self) -> Any:
+    def _stub(self) -> services.VllmEngineStub:
         if self._channel is None:  # must be made inside the event loop
             self._channel = (grpc.aio.insecure_channel(self._address, _OPTIONS) if self._credentials is None else
                              grpc.aio.secure_channel(self._address, self._credentials, _OPTIONS))
-            self._service = services.VllmEngineStub(self._channel)
-        return self._service
+            self._engine = services.VllmEngineStub(self._channel)
+            self._control = ControlStub(self._channel)
+        return self._engine
 
     async def facts(self) -> Facts:
+        engine = self._stub()
         try:
-            info = await self._stub().GetModelInfo(messages.GetModelInfoRequest(), metadata=self._metadata, timeout=30)
-            server = await self._stub().GetServerInfo(messages.GetServerInfoRequest(), metadata=self._metadata,
-                                                      timeout=30)
+            info = await engine.GetModelInfo(messages.GetModelInfoRequest(), metadata=self._metadata, timeout=30)
+            server = await engine.GetServerInfo(messages.GetServerInfoRequest(), metadata=self._metadata, timeout=30)
         except grpc.aio.AioRpcError as error:
             raise ServerUnreachable(f"grpc://{self._address}: {error.code().name}: {error.details()}") from None
-        settings = {"max_batch_size": server.max_num_seqs, "kv_precision": server.kv_cache_dtype}
-        return Facts(f"grpc://{self._address}", info.served_model_name or info.model_path, None,
-                     info.vocab_size or None, info.max_context_length or None,
-                     {key: value for key, value in settings.items() if value})
+        facts = Facts(f"grpc://{self._address}", info.served_model_name or info.model_path, None,
+                      info.vocab_size or None, info.max_context_length or None, server.block_size or 16)
+        try:
+            mine = await self._control.GetEngineInfo(control_pb2.GetEngineInfoRequest(), metadata=self._metadata,
+                                                     timeout=30)
+        except grpc.aio.AioRpcError:  # not Ingot's, or without this service
+            settings = {"max_batch_size": server.max_num_seqs, "kv_precision": server.kv_cache_dtype}
+        else:
+            facts.engine_hash, limits, kv = mine.hash, mine.limits, mine.kv_cache
+            settings = {"target": mine.target, "precision": mine.precision, "max_batch_size": limits.max_batch_size,
+                        "max_num_tokens": limits.max_num_tokens, "max_queue_size": limits.max_queue_size,
+                        "kv_cache_blocks": kv.num_blocks, "guaranteed_requests": kv.guaranteed_requests}
+        facts.settings = {key: value for key, value in settings.items() if value}
+        return facts
 
     async def generate(self, request_id: str, prompt: list[int] | str,
                        output_tokens: int) -> AsyncGenerator[Delivery, None]:
@@ -75,8 +88,14 @@ class GrpcDriver:
             call.cancel()  # of a finished call: nothing
 
     async def metrics(self) -> str | None:
+        """By HTTP where a page is given, else over gRPC; a server that is not Ingot's has none there."""
         if self._metrics_url is None:
-            return None
+            try:
+                answer = await self._control.GetMetrics(control_pb2.GetMetricsRequest(), metadata=self._metadata,
+                                                        timeout=10)
+            except grpc.aio.AioRpcError:
+                return None
+            return str(answer.text)
         if self._http is None:
             self._http = aiohttp.ClientSession(headers=self._http_headers)
         return await fetch_metrics(self._http, self._metrics_url)

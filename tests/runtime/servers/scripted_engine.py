@@ -16,6 +16,7 @@ from ingot.runtime.executor.async_engine import AsyncEngine
 from ingot.runtime.executor.recorder import Recorder
 from ingot.runtime.executor.request import Request, RequestOutput, TokenLogprobs, check_prompt
 from ingot.runtime.executor.stats import EngineStats, Health
+from ingot.runtime.kv.stats import KvStats
 from ingot.runtime.program import Limits
 from ingot.runtime.servers import http_server
 from ingot.runtime.servers.context import ServerContext, ServerSettings
@@ -70,7 +71,7 @@ class ScriptedRunner:
         self.health: Health = "serving"
         self.recorder = Recorder()
         self.events = None
-        self.kv_stats = KvStats()
+        self.kv_stats = KvStats(100, 60, miss_tokens={"cold": 30, "evicted": 10})
         self.requests: list[Request] = []
         self.cancelled: deque[str] = deque()
         self.script: Callable[[Request], list[RequestOutput]] = outputs
@@ -112,11 +113,6 @@ class ScriptedRunner:
 
     def on_health(self, listener: Callable[[Health], None]) -> None:
         pass
-
-
-class KvStats:
-    query_tokens, hit_tokens, evicted_blocks, offloaded_blocks, onboarded_blocks = 100, 60, 1, 2, 3
-    miss_tokens = {"cold": 30, "evicted": 10}  # noqa: RUF012 (never changed)
 
 
 @contextmanager
