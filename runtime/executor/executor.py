@@ -13,7 +13,7 @@ from ..errors import IngotError
 from ..scheduler import Scheduler, SchedulerSettings
 from .answer import Running, Sink, make_answers
 from .recorder import Recorder
-from .request import Draining, DuplicateRequest, EngineFailed, QueueFull, Request, check_prompt
+from .request import Draining, DuplicateRequest, EngineFailed, QueueFull, Request, check_prompt, check_room
 from .stats import EngineStats, Health
 from .step_loop import StepLoop
 
@@ -102,6 +102,7 @@ class Executor:
                 self._refuse(request)  # before any work: under overload most requests end here
             ids, longest = request.prompt_token_ids, self.settings.max_seq_len
             check_prompt(ids, self._vocab_size, longest)
+            check_room(ids, longest)
             request.params.check_vocabulary(self._vocab_size)
             length = min(len(ids) + request.params.max_tokens, longest)
             self._scheduler.check(len(ids), length, request.priority)
@@ -153,9 +154,9 @@ class Executor:
         return EngineStats(
             health=self._health, num_running=scheduler.num_running, num_waiting=scheduler.num_waiting + len(self._new),
             num_paused=scheduler.num_paused, max_batch_size=scheduler.settings.max_batch_size,
-            max_queue_size=self.settings.max_queue_size, num_blocks=self.kv.num_blocks, num_used_blocks=usage.used,
-            num_cached_blocks=usage.cached, num_free_blocks=usage.free, block_size=self.kv.block_size,
-            num_host_blocks=self.kv.num_host_blocks, num_used_host_blocks=usage.host_used,
+            max_queue_size=self.settings.max_queue_size, num_blocks=usage.num_blocks, num_used_blocks=usage.num_used,
+            num_cached_blocks=usage.num_cached, num_free_blocks=usage.num_free, block_size=self.kv.block_size,
+            num_host_blocks=usage.num_host_blocks, num_used_host_blocks=usage.num_host_cached,
             guaranteed_requests=self.kv.num_blocks // self.kv.needed(self.settings.max_seq_len - 1))
 
     def on_health(self, listener: Callable[[Health], None]) -> None:

@@ -11,6 +11,7 @@ from ..engine_file import EngineFile
 from ..errors import RequestError
 from ..host import return_free_memory
 from ..kv import KvCache
+from ..kv.events import EventBuffer
 from ..kv_memory import DEFAULT_FRACTION, kv_cache_tokens
 from ..program import Limits, Program
 from ..scheduler import ChunkingPolicy, SchedulerPolicy, SchedulerSettings, SettingsError
@@ -73,7 +74,7 @@ class LoadedEngine:
         program = self._program = load_program(self.file, tokens, options.num_workers, host_tokens)
         self.kv = KvCache(program.num_blocks, program.block_size, program.kv_windows,
                           num_host_blocks=program.num_host_blocks, max_chunk=settings.max_num_tokens,
-                          enable_reuse=options.prefix_reuse)
+                          enable_reuse=options.prefix_reuse, events=EventBuffer())
         self.vocab_size = program.vocab_size
         self.tokenizer = Tokenizer.of(self.file)
         self.stop_token_ids = frozenset(read_config(self.file).get("eos_token_ids", ()))

@@ -120,15 +120,19 @@ class RequestOutput:
 
 
 def check_prompt(ids: Sequence[int], vocab_size: int, max_seq_len: int) -> None:
-    """Raises PromptError unless `ids` are token ids and leave room for an answer."""
+    """Raises PromptError unless `ids` are token ids that make a sequence of at most max_seq_len."""
     if not len(ids):
         raise PromptError("the prompt has no tokens; expected at least one")
-    if len(ids) > max_seq_len:
-        raise PromptError(f"the prompt has {len(ids)} tokens; this engine takes sequences of {max_seq_len} at most.\n"
-                          "  Shorten it, or build the engine with a larger --max-seq-len.")
     if min(ids) < 0 or max(ids) >= vocab_size:
         index = next(index for index, token in enumerate(ids) if not 0 <= token < vocab_size)
         raise PromptError(f"token {index} of the prompt is {ids[index]!r}; expected an id of 0 to {vocab_size - 1}")
+    if len(ids) > max_seq_len:
+        raise PromptError(f"the prompt has {len(ids)} tokens; this engine takes sequences of {max_seq_len} at most.\n"
+                          "  Shorten it, or build the engine with a larger --max-seq-len.")
+
+
+def check_room(ids: Sequence[int], max_seq_len: int) -> None:
+    """Raises PromptError if a prompt that check_prompt has passed leaves no room for an answer."""
     if len(ids) == max_seq_len:
         raise PromptError(f"the prompt has {max_seq_len} tokens, as many as this engine takes; no room for an answer.\n"
                           "  Shorten it, or build the engine with a larger --max-seq-len.")

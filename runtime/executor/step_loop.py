@@ -99,15 +99,21 @@ class StepLoop:
         self.prepare()
         return launched or delivered
 
+    def settle(self) -> None:
+        """No step is in flight any more, and none is prepared: the device is free for something else."""
+        self.wait()
+        self._prepared = None
+        self.deliver()
+
     def wait(self) -> None:
         """The step in flight is done: its tokens are appended, and what ends by them is finished."""
         plan = self._in_flight
         if plan is None:
             return
+        self._in_flight = None
         begin = time.perf_counter()
         outputs = self._program.wait()
         done = time.perf_counter()
-        self._in_flight = None
         self._step_before_at, self._step_at = self._step_at, time.monotonic()
         self._scheduler.advance(plan)
         self._take(plan, outputs)
