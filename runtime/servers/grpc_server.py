@@ -88,7 +88,8 @@ class GrpcServer:
         task.add_done_callback(self._tasks.discard)
 
     def on_health(self, state: Health) -> None:
-        self.keep_running(self.tell_health(state))
+        if not self._stopping.is_set:
+            self.keep_running(self.tell_health(state))
 
     async def tell_health(self, state: Health) -> None:
         """Sets what grpc.health.v1 answers for each service."""

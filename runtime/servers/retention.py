@@ -1,44 +1,54 @@
 """How long the KV of a prompt's parts is kept, from TensorRT-LLM's KvCacheRetentionConfig as JSON.
 
     {"token_range_retention_configs": [{"token_start": 0, "token_end": 512, "priority": 80, "duration_ms": 30000}],
-     "decode_retention_priority": 20}
+     "decode_retention_priority": 20, "decode_duration_ms": 60000}
 """
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..kv.sequence import MAX_PRIORITY, MIN_PRIORITY, RetentionRange
+from ..kv.sequence import DEFAULT_PRIORITY, MAX_PRIORITY, MIN_PRIORITY, RetentionRange
 from .grpc_errors import InvalidField, Unsupported
 
 if TYPE_CHECKING:
     from smg_grpc_proto.trtllm_service_pb2 import KvCacheRetentionConfig
 
-_RANGES, _DECODE_PRIORITY = "token_range_retention_configs", "decode_retention_priority"
+_RANGES = "token_range_retention_configs"
+_DECODE_PRIORITY, _DECODE_DURATION = "decode_retention_priority", "decode_duration_ms"
 _RANGE_KEYS = {"token_start", "token_end", "priority", "duration_ms"}
 _MAX_RANGES = 64
+_MAX_DURATION_MS = 1 << 53
 
 
-def parse_retention(config: KvCacheRetentionConfig, field: str) -> tuple[tuple[RetentionRange, ...], int | None]:
-    """(ranges of the prompt, priority of the answer's blocks or None). Raises InvalidField or Unsupported."""
+class Retention(NamedTuple):
+    """retention: of the prompt; decode_priority, decode_duration_s: of the answer's blocks. As Request has them."""
+
+    retention: tuple[RetentionRange, ...] = ()
+    decode_priority: int = DEFAULT_PRIORITY
+    decode_duration_s: float | None = None
+
+
+def parse_retention(config: KvCacheRetentionConfig, field: str) -> Retention:
+    """Raises InvalidField or Unsupported."""
     if config.policy:
         raise Unsupported(f"{field}.policy", f"{config.policy[:40]!r} is unknown; describe the ranges in config_json")
     if not config.config_json:
-        return (), None
+        return Retention()
     where = f"{field}.config_json"
     try:
         parsed = json.loads(config.config_json)
     except (ValueError, RecursionError) as error:
         raise InvalidField(where, f"is not valid JSON: {error}") from None
-    found = _object(parsed, where, {_RANGES, _DECODE_PRIORITY})
+    found = _object(parsed, where, {_RANGES, _DECODE_PRIORITY, _DECODE_DURATION})
     ranges = found.get(_RANGES) or []
     if not isinstance(ranges, list) or len(ranges) > _MAX_RANGES:
         raise InvalidField(f"{where}.{_RANGES}", f"expected a list of at most {_MAX_RANGES} ranges")
-    decode = found.get(_DECODE_PRIORITY)
-    if decode is not None:
-        decode = _integer(decode, f"{where}.{_DECODE_PRIORITY}", MIN_PRIORITY, MAX_PRIORITY)
-    return tuple(_range(each, f"{where}.{_RANGES}[{index}]") for index, each in enumerate(ranges)), decode
+    return Retention(
+        tuple(_range(each, f"{where}.{_RANGES}[{index}]") for index, each in enumerate(ranges)),
+        _priority(found.get(_DECODE_PRIORITY, DEFAULT_PRIORITY), f"{where}.{_DECODE_PRIORITY}"),
+        _seconds(found.get(_DECODE_DURATION), f"{where}.{_DECODE_DURATION}"))
 
 
 def _range(value: Any, where: str) -> RetentionRange:
@@ -47,11 +57,16 @@ def _range(value: Any, where: str) -> RetentionRange:
     end = found.get("token_end")
     if end is not None:
         end = _integer(end, f"{where}.token_end", begin + 1)
-    priority = _integer(found.get("priority"), f"{where}.priority", MIN_PRIORITY, MAX_PRIORITY)
-    duration = found.get("duration_ms")
-    if duration is not None:
-        duration = _integer(duration, f"{where}.duration_ms", 0, 1 << 53) / 1e3
-    return RetentionRange(begin, end, priority, duration)
+    return RetentionRange(begin, end, _priority(found.get("priority"), f"{where}.priority"),
+                          _seconds(found.get("duration_ms"), f"{where}.duration_ms"))
+
+
+def _priority(value: Any, where: str) -> int:
+    return _integer(value, where, MIN_PRIORITY, MAX_PRIORITY)
+
+
+def _seconds(milliseconds: Any, where: str) -> float | None:
+    return None if milliseconds is None else _integer(milliseconds, where, 0, _MAX_DURATION_MS) / 1e3
 
 
 def _object(value: Any, where: str, known: set[str]) -> dict[str, Any]:

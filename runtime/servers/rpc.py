@@ -36,6 +36,10 @@ class Stopping:
     def __init__(self) -> None:
         self._event = asyncio.Event()
 
+    @property
+    def is_set(self) -> bool:
+        return self._event.is_set()
+
     def set(self) -> None:
         self._event.set()
 

@@ -64,10 +64,10 @@ class TrtllmService:
     async def Generate(self, request: pb.GenerateRequest, call: Call) -> None:
         _refuse_unsupported(request)
         params = _sampling_params(request, self._context.vocab_size)
-        retention, decode_priority = parse_retention(request.kv_cache_retention, "kv_cache_retention")
+        retention = parse_retention(request.kv_cache_retention, "kv_cache_retention")
         salt = request.cache_salt_id if request.HasField("cache_salt_id") else None
         stream = begin(self._context, call, request.request_id, list(request.tokenized.input_token_ids), params, NAMES,
-                       cache_salt=salt, retention=retention, decode_priority=decode_priority, wants_text=False)
+                       cache_salt=salt, wants_text=False, **retention._asdict())
         try:
             await self._answer(request, stream, call)
         finally:

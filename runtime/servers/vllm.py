@@ -60,7 +60,7 @@ class VllmEngine:
         params = _sampling_params(request.sampling_params, limits.max_seq_len - len(prompt))
         stream = begin(self._context, call, request.request_id, prompt, params, NAMES, wants_text=False)
         try:
-            await self._answer(request, stream, call)
+            await self._answer(request, prompt, stream, call)
         finally:
             await stream.aclose()
 
@@ -78,7 +78,8 @@ class VllmEngine:
             prompt = prompt[-kept:]
         return prompt
 
-    async def _answer(self, request: pb.GenerateRequest, stream: OutputStream, call: Call) -> None:
+    async def _answer(self, request: pb.GenerateRequest, prompt: list[int], stream: OutputStream,
+                      call: Call) -> None:
         """A chunk an output if streaming; then each answer as a whole, when it ends."""
         answers = [pb.GenerateComplete(index=index) for index in range(max(1, request.sampling_params.n))]
         prompt_logprobs = None
@@ -91,7 +92,7 @@ class VllmEngine:
             if logprobs is not None:
                 answer.output_logprobs.MergeFrom(logprobs)
             if output.prompt_logprobs:
-                prompt_logprobs = _input_logprobs(output.prompt_logprobs)
+                prompt_logprobs = _input_logprobs(prompt, output.prompt_logprobs)
                 answers[0].input_logprobs.CopyFrom(prompt_logprobs)
             if request.stream and output.token_ids:
                 # A chunk counts its own tokens: gateways add them up.
@@ -231,9 +232,10 @@ def _output_logprobs(logprobs: list[TokenLogprobs] | None) -> pb.OutputLogProbs 
         top_logprobs=[_top(each) for each in logprobs])
 
 
-def _input_logprobs(logprobs: list[TokenLogprobs | None]) -> pb.InputLogProbs:
+def _input_logprobs(prompt: list[int], logprobs: list[TokenLogprobs | None]) -> pb.InputLogProbs:
     """The first token of a prompt has none."""
     return pb.InputLogProbs(
+        token_ids=prompt,
         token_logprobs=[pb.InputTokenLogProb(value=None if each is None else each.logprob) for each in logprobs],
         top_logprobs=[pb.TopLogProbs() if each is None else _top(each) for each in logprobs])
 
