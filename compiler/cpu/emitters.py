@@ -96,12 +96,13 @@ def _rope_kv_write(low: Lowering, node: Node) -> None:
     q_out = low.in_place(node.outputs[0], q, beside=node.values[1:]) or low.output(node.outputs[0])
     problem = rope_cpu.Rope(
         q_heads=int(low.type(q).shape[1]), kv_heads=int(low.type(k).shape[1]), key_dim=low.width(q),
-        value_dim=low.width(v), block_size=low.block_size, kv_dtype=node.attrs["dtype"].value, rotary=low.width(cos),
+        value_dim=low.width(v), block_size=low.kv.block_size, block_bytes=low.kv.block_bytes,
+        kv_dtype=node.attrs["dtype"].value, rotary=low.width(cos),
         interleaved=node.attrs.get("interleaved", False), norm=bool(norms), eps=node.attrs.get("eps", 0.0),
         q_stride=low.token_stride(q), k_stride=low.token_stride(k), v_stride=low.token_stride(v))
     slot = node.attrs["slot"]
     args = [*map(low.arg, (q, k, v, cos, sin)), *(low.arg(n) for n in norms), *[NULL] * (2 - len(norms)), q_out,
-            low.kv(slot, "k"), low.kv(slot, "v")]
+            *low.kv_args(slot)]
     low.launch(node, rope_cpu.rope_kv_write(problem), args, {node.outputs[0]: 7})
 
 
@@ -109,8 +110,9 @@ def _rope(low: Lowering, node: Node) -> None:
     x, cos, sin = node.values
     out = low.in_place(node.output, x, beside=(cos, sin)) or low.output(node.output)
     problem = rope_cpu.Rope(
-        q_heads=int(low.type(x).shape[1]), kv_heads=0, key_dim=low.width(x), value_dim=0, block_size=low.block_size,
-        rotary=low.width(cos), interleaved=node.attrs.get("interleaved", False), q_stride=low.token_stride(x))
+        q_heads=int(low.type(x).shape[1]), kv_heads=0, key_dim=low.width(x), value_dim=0,
+        block_size=low.kv.block_size, block_bytes=low.kv.block_bytes, rotary=low.width(cos),
+        interleaved=node.attrs.get("interleaved", False), q_stride=low.token_stride(x))
     low.launch(node, rope_cpu.rope(problem), [*map(low.arg, (x, cos, sin)), out], {node.output: 3})
 
 
@@ -118,10 +120,9 @@ def _kv_write(low: Lowering, node: Node) -> None:
     k, v = node.values
     problem = rope_cpu.Rope(
         q_heads=0, kv_heads=int(low.type(k).shape[1]), key_dim=low.width(k), value_dim=low.width(v),
-        block_size=low.block_size, kv_dtype=node.attrs["dtype"].value, k_stride=low.token_stride(k),
-        v_stride=low.token_stride(v))
-    slot = node.attrs["slot"]
-    args = [low.arg(k), low.arg(v), low.kv(slot, "k"), low.kv(slot, "v")]
+        block_size=low.kv.block_size, block_bytes=low.kv.block_bytes, kv_dtype=node.attrs["dtype"].value,
+        k_stride=low.token_stride(k), v_stride=low.token_stride(v))
+    args = [low.arg(k), low.arg(v), *low.kv_args(node.attrs["slot"])]
     low.launch(node, rope_cpu.kv_write(problem), args)
 
 
@@ -130,14 +131,14 @@ def _attention(low: Lowering, node: Node) -> None:
     a = node.attrs
     problem = attention_cpu.Attention(
         q_heads=int(low.type(q).shape[1]), kv_heads=int(low.type(k).shape[1]), key_dim=low.width(q),
-        value_dim=low.width(v), block_size=low.block_size, scale=a["scale"], window=a.get("window", 0),
-        chunk=a.get("chunk", 0), softcap=a.get("softcap", 0.0), kv_dtype=low.kv_dtype(a["slot"]).value,
-        q_stride=low.token_stride(q))
+        value_dim=low.width(v), block_size=low.kv.block_size, block_bytes=low.kv.block_bytes, scale=a["scale"],
+        window=a.get("window", 0), chunk=a.get("chunk", 0), softcap=a.get("softcap", 0.0),
+        kv_dtype=low.kv_slot(a["slot"]).dtype, q_stride=low.token_stride(q))
     sequences = low.limits["max_batch_size"]
     scratch = low.scratch(attention_cpu.scratch_bytes(problem, low.tokens, sequences))
     sink = low.arg(sinks[0]) if sinks else NULL
     out = low.output(node.output)
-    first = [low.arg(q), low.kv(a["slot"], "k"), low.kv(a["slot"], "v"), sink, scratch, out]
+    first = [low.arg(q), *low.kv_args(a["slot"]), sink, scratch, out]
     low.launch(node, attention_cpu.attention(problem), first)
     low.launch(node, attention_cpu.attention_combine(problem), [scratch, sink, out], {node.output: 2})
 

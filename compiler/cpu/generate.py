@@ -10,7 +10,8 @@ from typing import Any
 from ingot.plugins.kernel import INCLUDE_DIR, CpuKernel, translation_unit
 
 from ..ir.graph import Graph
-from ..plan.plan import Bucket, KvSlot, Plan, Weight
+from ..plan.kv_cache import KvCache, plan_kv_cache
+from ..plan.plan import Bucket, Plan, Weight
 from .emitters import EMITTERS
 from .isa import ISAS
 from .lower import Lowering
@@ -26,11 +27,10 @@ class CpuProgram:
     """Everything of an engine but the bytes of its weights."""
 
     isa: str
-    block_size: int
     buckets: tuple[Bucket, ...]
     kernels: tuple[CpuKernel, ...]
     weights: tuple[PackedWeight, ...]
-    kv: tuple[KvSlot, ...]
+    kv: KvCache
     probes: dict[str, str]
     vocab_size: int
 
@@ -43,7 +43,7 @@ class CpuProgram:
         return tuple(sorted(ISAS[self.isa].required))
 
     def plan(self, written: dict[str, Weight]) -> Plan:
-        return Plan(self.block_size, self.kv, written, self.buckets, self.probes)
+        return Plan(self.kv, written, self.buckets, self.probes)
 
     def kernel_table(self) -> list[dict[str, Any]]:
         """Which kernel runs how often, in which buckets."""
@@ -54,12 +54,17 @@ class CpuProgram:
             table.append({"name": kernel.symbol, "launches": {tokens: n for tokens, n in counts.items() if n}})
         return table
 
-    def memory(self) -> dict[str, int]:
+    def memory(self) -> dict[str, Any]:
+        """Sizes in bytes. kv_tables: the window of each block table, null if it has none, and its number of layers."""
         largest = max(self.buckets, key=lambda bucket: bucket.arena_bytes)
         return {"weights_bytes": sum(weight.size_bytes for weight in self.weights),
                 "arena_bytes": largest.arena_bytes, "arena_bound_bytes": largest.arena_bound_bytes,
                 "arena_unshared_bytes": largest.arena_unshared_bytes,
-                "kv_bytes_per_token": sum(slot.bytes_per_token for slot in self.kv)}
+                "kv_block_size": self.kv.block_size, "kv_block_bytes": self.kv.block_bytes,
+                "kv_tables": [{"window": window, "layers": sum(slot.table == table for slot in self.kv.slots)}
+                              for table, window in enumerate(self.kv.windows)],
+                "kv_bytes_per_token": self.kv.bytes_per_token,
+                "kv_bytes_per_token_beyond_windows": self.kv.bytes_per_token_beyond_windows}
 
     def compile(self, compiler: str) -> bytes:
         """The shared object. Raises CompileError or NoCompiler."""
@@ -85,21 +90,14 @@ def token_buckets(max_num_tokens: int) -> list[int]:
 def generate(graph: Graph, isa: str, limits: dict[str, int], block_size: int) -> CpuProgram:
     """Lower the graph for every token bucket."""
     weights, kernels, buckets = WeightTable(), {}, []
+    kv = plan_kv_cache(graph, block_size, limits["max_seq_len"])
     for tokens in token_buckets(limits["max_num_tokens"]):
         bindings = {"T": tokens, "L": min(tokens, limits["max_batch_size"])}
-        lowering = Lowering(graph, isa, tokens, bindings, limits, weights, block_size, EMITTERS)
+        lowering = Lowering(graph, isa, tokens, bindings, limits, weights, kv, EMITTERS)
         buckets.append(lowering.run())
         kernels.update(lowering.kernels)
     vocab = graph.types[graph.outputs[0]].shape[-1]
     made = {name for node in graph.nodes for name in node.outputs}
-    return CpuProgram(isa, block_size, tuple(buckets), tuple(kernels.values()), tuple(weights.entries.values()),
-                      kv_slots(graph), {label: v for label, v in graph.probes.items() if v in made}, int(vocab))
-
-
-def kv_slots(graph: Graph) -> tuple[KvSlot, ...]:
-    slots = []
-    for node in graph.nodes:
-        if node.op in ("kv_write", "rope_kv_write"):
-            k, v = (graph.types[name].shape for name in node.outputs[-2:])
-            slots.append(KvSlot(node.attrs["slot"], int(k[1]), int(k[2]), int(v[2]), node.attrs["dtype"].value))
-    return tuple(sorted(slots, key=lambda slot: slot.slot))
+    probes = {label: value for label, value in graph.probes.items() if value in made}
+    return CpuProgram(isa, tuple(buckets), tuple(kernels.values()), tuple(weights.entries.values()), kv, probes,
+                      int(vocab))

@@ -12,7 +12,8 @@ from ingot.plugins.kernel import CpuKernel
 
 from ..errors import CannotCompile
 from ..ir.graph import Graph, Node
-from ..ir.types import Dim, DType, TensorType, concrete, extent, product, split_dim
+from ..ir.types import Dim, TensorType, concrete, extent, product, split_dim
+from ..plan.kv_cache import KvCache, KvSlot
 from ..plan.memory import Life, plan_arena
 from ..plan.plan import Arg, Bucket, Launch, Output, Write
 from .weights import RAW, Packing, WeightTable
@@ -41,7 +42,7 @@ class Lowering:
     bindings: Mapping[str, int]
     limits: Mapping[str, int]
     weights: WeightTable
-    block_size: int
+    kv: KvCache
     emitters: Mapping[str, Callable[[Lowering, Node], None]]
     launches: list[Launch] = field(default_factory=list)
     kernels: dict[str, CpuKernel] = field(default_factory=dict)
@@ -53,8 +54,7 @@ class Lowering:
 
     def __post_init__(self) -> None:
         self._users = self.graph.consumers()
-        self._kv_dtypes = {node.attrs["slot"]: node.attrs["dtype"] for node in self.graph.nodes
-                           if node.op in ("kv_write", "rope_kv_write")}
+        self._kv_slots = {slot.slot: slot for slot in self.kv.slots}
 
     def run(self) -> Bucket:
         for number, node in enumerate(self.graph.nodes):
@@ -135,9 +135,6 @@ class Lowering:
         """The number of rows in the largest step of this bucket."""
         return extent(rows, dict(self.bindings))
 
-    def kv_dtype(self, slot: int) -> DType:
-        return self._kv_dtypes[slot]
-
     def weight(self, value: str, packing: Packing) -> Arg:
         return Arg("weight", self.weights.name(self.graph.constants[value], packing, value))
 
@@ -185,8 +182,14 @@ class Lowering:
         """What to read in the place of a value that was not made."""
         return self._deferred.get(value)
 
-    def kv(self, slot: int, part: str) -> Arg:
-        return Arg("kv", str(slot), 0, part)
+    def kv_slot(self, slot: int) -> KvSlot:
+        return self._kv_slots[slot]
+
+    def kv_args(self, slot: int) -> list[Arg]:
+        """Keys, values, and the table of their blocks."""
+        offset = self.kv.table_offset(self._kv_slots[slot].table, self.limits["max_batch_size"],
+                                      self.limits["max_seq_len"])
+        return [Arg("kv", str(slot), 0, "k"), Arg("kv", str(slot), 0, "v"), Arg("input", "block_tables", offset)]
 
     def launch(self, node: Node, kernel: CpuKernel, args: list[Arg], writes: Mapping[str, int] | None = None) -> None:
         """Add a launch. writes: value -> number of the argument that receives it."""

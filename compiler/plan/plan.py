@@ -7,7 +7,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-PLAN_VERSION = 1
+from .kv_cache import KvCache
+
+PLAN_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -16,8 +18,8 @@ class Arg:
 
     kind   "value"  a value of the graph, in the arena (bound to an offset by the memory planner)
            "weight" a packed blob of the engine, `offset` bytes in
-           "kv"     a part ("k" or "v") of KV-cache slot `name`
-           "input"  an array of the step, as named in ingot_step
+           "kv"     a part ("k" or "v") of KV-cache slot `name`, in the first block
+           "input"  an array of the step (runtime/step.py), `offset` bytes in
            "null"   nothing
     """
 
@@ -31,9 +33,9 @@ class Arg:
             return ["arena", offsets[self.name] + self.offset]
         if self.kind == "kv":
             return ["kv", int(self.name), self.part]
-        if self.kind == "weight":
-            return ["weight", self.name, self.offset] if self.offset else ["weight", self.name]
-        return [self.kind, self.name] if self.name else [self.kind]
+        if self.kind == "null":
+            return ["null"]
+        return [self.kind, self.name, self.offset] if self.offset else [self.kind, self.name]
 
 
 NULL = Arg("null")
@@ -89,21 +91,6 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class KvSlot:
-    """One KV cache of the model. K lies as [num_blocks, heads, block_size, key_dim], V likewise with value_dim."""
-
-    slot: int
-    heads: int
-    key_dim: int
-    value_dim: int
-    dtype: str
-
-    @property
-    def bytes_per_token(self) -> int:
-        return self.heads * (self.key_dim + self.value_dim) * (2 if self.dtype == "bf16" else 4)
-
-
-@dataclass(frozen=True)
 class Weight:
     """A packed blob. label says what it is: "model.layers.0.self_attn.qkv w4a8 [960, 576]"."""
 
@@ -114,18 +101,15 @@ class Weight:
 
 @dataclass(frozen=True)
 class Plan:
-    block_size: int
-    kv: tuple[KvSlot, ...]
+    kv: KvCache
     weights: dict[str, Weight]
     buckets: tuple[Bucket, ...]
     probes: dict[str, str]
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        return sum(slot.bytes_per_token for slot in self.kv)
-
     def to_json(self) -> dict[str, Any]:
-        return {"version": PLAN_VERSION, "block_size": self.block_size, "kv": [vars(slot) for slot in self.kv],
+        return {"version": PLAN_VERSION,
+                "kv": {"block_size": self.kv.block_size, "block_bytes": self.kv.block_bytes,
+                       "windows": list(self.kv.windows), "slots": [vars(slot) for slot in self.kv.slots]},
                 "weights": {name: vars(weight) for name, weight in self.weights.items()},
                 "buckets": [bucket.to_json() for bucket in self.buckets], "probes": self.probes}
 

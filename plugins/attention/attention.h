@@ -67,11 +67,12 @@ INGOT_INLINE int64_t ingot_attention_cost(ingot_attention_item item, int group) 
     return (int64_t)(item.end - item.begin + 8) * (item.tokens * group + 4) * item.heads;
 }
 
-/* args: q [T, .., q_stride], K cache, V cache, sinks [Hq] or null, scratch, out [T, .., out_stride] */
+/* args: q [T, .., q_stride], K cache, V cache, block table, sinks [Hq] or null, scratch, out [T, .., out_stride] */
 INGOT_INLINE void ingot_attention_run(const ingot_step *step, void *const *args, int worker, int num_workers,
                                       ingot_attention c, float *work) {
-    const float *q = args[0], *sinks = args[3];
-    float *scratch = args[4], *out = args[5];
+    const float *q = args[0], *sinks = args[4];
+    const int32_t *table = args[3];
+    float *scratch = args[5], *out = args[6];
     int group = c.q_heads / c.kv_heads;
     int64_t total = 0;
     for (int seq = 0; seq < step->num_seqs; seq++) {
@@ -83,7 +84,7 @@ INGOT_INLINE void ingot_attention_run(const ingot_step *step, void *const *args,
     size_t unit = 0;  /* rows of scratch that belong to earlier sequences */
     for (int seq = 0; seq < step->num_seqs; seq++) {
         ingot_attention_cut cut = ingot_attention_plan(step, seq, c);
-        const int32_t *blocks = step->block_table + (size_t)seq * (size_t)step->max_blocks;
+        const int32_t *blocks = table + (size_t)seq * (size_t)step->max_blocks;
         int items = cut.head_blocks * cut.tiles * cut.ranges;
         for (int i = 0; i < items; i++) {
             ingot_attention_item item = ingot_attention_item_of(cut, i, c);

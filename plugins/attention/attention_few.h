@@ -139,7 +139,7 @@ INGOT_INLINE void ingot_few_softmax(float *scores, int count, int start, int sto
  * could foresee. */
 INGOT_INLINE void ingot_few_prefetch(const void *cache, const int32_t *blocks, int position, int head, int dim,
                                      ingot_attention c) {
-    size_t row = ingot_kv_row(blocks, position / c.block_size * c.block_size, head, c.kv_heads, c.block_size, dim);
+    size_t row = ingot_kv_row(blocks, position / c.block_size * c.block_size, head, c.block_stride, c.block_size, dim);
     const char *from = (const char *)cache + row * ingot_kv_bytes(c.kv_type);
     int bytes = c.block_size * dim * (int)ingot_kv_bytes(c.kv_type);
     for (int i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 3);
@@ -171,7 +171,7 @@ INGOT_INLINE void ingot_attention_few(const void *k_cache, const void *v_cache, 
             int block_end = (key / c.block_size + 1) * c.block_size, end = block_end < stop ? block_end : stop;
             for (int h = 0; h < item.heads; h++) {
                 ingot_few_prefetch(v_cache, blocks, key, item.head + h, c.value_dim, c);
-                size_t at = ingot_kv_row(blocks, key, item.head + h, c.kv_heads, c.block_size, c.key_dim);
+                size_t at = ingot_kv_row(blocks, key, item.head + h, c.block_stride, c.block_size, c.key_dim);
                 for (int j = key; j < end; j += 4, at += (size_t)(4 * c.key_dim)) {
                     for (int r = 0; r < per_head; r += FEW_BLOCK) {
                         int row = h * per_head + r;
@@ -189,7 +189,7 @@ INGOT_INLINE void ingot_attention_few(const void *k_cache, const void *v_cache, 
                 /* the next tile's keys, be they this item's or those of the next range */
                 int next = key + ATTENTION_FEW_KEYS;
                 if (next < item.context) ingot_few_prefetch(k_cache, blocks, next, item.head + h, c.key_dim, c);
-                size_t at = ingot_kv_row(blocks, key, item.head + h, c.kv_heads, c.block_size, c.value_dim);
+                size_t at = ingot_kv_row(blocks, key, item.head + h, c.block_stride, c.block_size, c.value_dim);
                 for (int r = 0; r < per_head; r += FEW_BLOCK) {
                     int row = h * per_head + r;
                     ingot_few_values(per_head - r, scores + row * ATTENTION_FEW_KEYS + key - start, v_cache, at,

@@ -17,7 +17,7 @@ INGOT_INLINE void ingot_many_load(const void *cache, const int32_t *blocks, int 
             for (int d = 0; d < row; d++) to[d] = 0.0f;
             continue;
         }
-        size_t at = ingot_kv_row(blocks, key, head, c.kv_heads, c.block_size, dim);
+        size_t at = ingot_kv_row(blocks, key, head, c.block_stride, c.block_size, dim);
         int d = 0;
         for (; d + VF_LANES <= dim; d += VF_LANES) vf_store(to + d, ingot_kv_load(cache, at + (size_t)d, c.kv_type));
         if (d < dim) vf_store(to + d, ingot_kv_load_first(cache, at + (size_t)d, dim % VF_LANES, c.kv_type));

@@ -6,6 +6,7 @@
 
 typedef struct {
     int q_heads, kv_heads, key_dim, value_dim, block_size, kv_type;
+    size_t block_stride;      /* elements of the cache from one block to the next */
     int q_stride, out_stride; /* floats from one token's row to the next */
     int window, chunk;        /* 0: none */
     float scale, softcap;     /* softcap 0: none */

@@ -9,6 +9,13 @@ from ..kernel import CpuKernel
 _INCLUDE = "attention/attention.h"
 _MAX_RANGES = 16
 KV_TYPES = {"f32": "INGOT_KV_F32", "bf16": "INGOT_KV_BF16"}
+_KV_TYPE_BYTES = {"f32": 4, "bf16": 2}
+
+
+def block_stride(block_bytes: int, kv_dtype: str) -> int:
+    """Elements of the cache from one block to the next."""
+    assert block_bytes % _KV_TYPE_BYTES[kv_dtype] == 0, (block_bytes, kv_dtype)
+    return block_bytes // _KV_TYPE_BYTES[kv_dtype]
 
 
 @dataclass(frozen=True)
@@ -16,7 +23,8 @@ class Attention:
     """The constants of one attention.
 
     q_stride, out_stride: floats from a token's row to the next; 0: rows without gaps.
-    window, chunk, softcap: 0 means none; see the reference. kv_dtype: "f32" | "bf16".
+    block_bytes: of a block of the cache, with all its layers. kv_dtype: "f32" | "bf16".
+    window, chunk, softcap: 0 means none; see the reference.
     """
 
     q_heads: int
@@ -24,6 +32,7 @@ class Attention:
     key_dim: int
     value_dim: int
     block_size: int
+    block_bytes: int
     scale: float
     window: int = 0
     chunk: int = 0
@@ -40,7 +49,8 @@ class Attention:
     def _symbol(self, name: str) -> str:
         c = self
         return symbol(name, f"q{c.q_heads}", f"kv{c.kv_heads}", f"k{c.key_dim}", f"v{c.value_dim}", f"b{c.block_size}",
-                      c.kv_dtype, f"w{c.window}" if c.window else "", f"c{c.chunk}" if c.chunk else "",
+                      f"s{c.block_bytes}", c.kv_dtype,
+                      f"w{c.window}" if c.window else "", f"c{c.chunk}" if c.chunk else "",
                       f"qs{c.q_stride}" if c.q_stride else "", f"os{c.out_stride}" if c.out_stride else "",
                       float(c.scale), float(c.softcap))
 
@@ -50,6 +60,7 @@ class Attention:
         return (f"const ingot_attention c = {{.q_heads = {c.q_heads}, .kv_heads = {c.kv_heads}, "
                 f".key_dim = {c.key_dim}, .value_dim = {c.value_dim},\n"
                 f"    .block_size = {c.block_size}, .kv_type = {KV_TYPES[c.kv_dtype]}, "
+                f".block_stride = {block_stride(c.block_bytes, c.kv_dtype)},\n    "
                 f".q_stride = {c.q_stride or c.q_heads * c.key_dim}, "
                 f".out_stride = {c.out_stride or c.q_heads * c.value_dim},\n"
                 f"    .window = {c.window}, .chunk = {c.chunk}, "
@@ -57,8 +68,8 @@ class Attention:
 
 
 def attention(problem: Attention) -> CpuKernel:
-    """First of two launches. args: q f32 [T, Hq, Dk] (rows q_stride apart), K cache, V cache, sinks f32 [Hq] or null,
-    scratch (`scratch_bytes`), out f32 [T, Hq, Dv] (rows out_stride apart).
+    """First of two launches. args: q f32 [T, Hq, Dk] (rows q_stride apart), K cache, V cache, block table,
+    sinks f32 [Hq] or null, scratch (`scratch_bytes`), out f32 [T, Hq, Dv] (rows out_stride apart).
     """
     p = problem
     work = f"ATTENTION_WORK({p.q_heads}, {p.kv_heads}, {p.key_dim}, {p.value_dim})"

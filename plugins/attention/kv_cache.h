@@ -1,5 +1,7 @@
-/* Where a key or a value lies: K as [num_blocks, kv_heads, block_size, key_dim], V likewise with value_dim.
- * The element type is a constant of the kernel. */
+/* Where a key or a value lies. A block of the cache holds block_size tokens of every layer that shares a block table:
+ * each layer has its keys, [kv_heads, block_size, key_dim], and its values, likewise with value_dim, at fixed places in
+ * the block. A kernel is given the address of its keys, or values, in block 0, and knows as constants how many elements
+ * it is from a block to the next, and their type. */
 #ifndef INGOT_KV_CACHE_H
 #define INGOT_KV_CACHE_H
 #include "cpu/ingot_kernel.h"
@@ -9,10 +11,11 @@ enum { INGOT_KV_F32, INGOT_KV_BF16 };
 
 INGOT_INLINE size_t ingot_kv_bytes(int type) { return type == INGOT_KV_BF16 ? 2 : 4; }
 
-/* Number of the first element of a position's row. */
-INGOT_INLINE size_t ingot_kv_row(const int32_t *blocks, int position, int head, int heads, int block_size, int dim) {
+/* Number of the first element of a position's row. blocks: of its sequence. */
+INGOT_INLINE size_t ingot_kv_row(const int32_t *blocks, int position, int head, size_t block_stride, int block_size,
+                                 int dim) {
     size_t block = (size_t)blocks[position / block_size], slot = (size_t)(position % block_size);
-    return ((block * (size_t)heads + (size_t)head) * (size_t)block_size + slot) * (size_t)dim;
+    return block * block_stride + ((size_t)head * (size_t)block_size + slot) * (size_t)dim;
 }
 
 /* Elements i .. i + VF_LANES - 1 */

@@ -8,22 +8,29 @@
 #include <stddef.h>
 #include <stdint.h>
 
+/* How the tokens of the step are chosen: plugins/sampling/sampling.h. */
+struct ingot_sampling;
+
 /* One step over T = num_tokens tokens of B = num_seqs sequences. The tokens of a sequence are neighbours:
  * those of sequence s are query_start[s] .. query_start[s + 1] - 1, and after this step its context is
- * context_len[s] tokens long, these included. A position in the context is found in the KV cache at
- * block_table[s * max_blocks + position / block_size], slot position % block_size. */
+ * context_len[s] tokens long, these included.
+ *
+ * A kernel that reads or writes the KV cache has the block table of its layer among its args: int32 [B, max_blocks].
+ * A position in the context of sequence s is found in block table[s * max_blocks + position / block_size] of the
+ * cache, slot position % block_size. Entries of blocks whose tokens are all outside the window of the table's layers
+ * may hold anything. */
 typedef struct ingot_step {
     int32_t num_tokens;         /* T */
     int32_t num_seqs;           /* B */
     int32_t num_logits;         /* L: rows of logits asked for */
-    int32_t max_blocks;         /* row length of block_table */
+    int32_t max_blocks;         /* row length of block tables */
     const int32_t *token_ids;   /* [T] */
     const int32_t *positions;   /* [T] position of the token in its sequence, from 0 */
     const int32_t *token_seq;   /* [T] the sequence of the token */
     const int32_t *logit_rows;  /* [L] the tokens whose logits are asked for */
     const int32_t *query_start; /* [B + 1] */
     const int32_t *context_len; /* [B] */
-    const int32_t *block_table; /* [B, max_blocks] */
+    const struct ingot_sampling *sampling; /* never null */
 } ingot_step;
 
 /* args: the pointers that the plan binds, in the order that the kernel documents. */

@@ -15,17 +15,23 @@
 
 #define CACHE_LINE 64
 
-/* How long a worker that waits for the next step keeps its core: longer than sampling and scheduling take between two
- * steps of generation, short enough that an idle engine costs nothing. */
+/* How long a worker that waits for the next step keeps spinning: longer than what comes between two steps of generation
+ * takes, short enough that an idle engine costs nothing. */
 #define IDLE_SPIN_NS 200000
 
 /* Pauses before a waiting worker offers its core to others: a few microseconds. Within a step the others are about to
- * arrive, unless there are more threads than cores and one of them needs this very core to get on. */
+ * arrive, unless there are more threads than cores and one of them needs this very core to get on; between steps the
+ * thread that prepares the next one may need it. */
 #define SPINS_BEFORE_YIELD 256
+
+/* How often the thread that waits for the end of a step looks for it before it sleeps, some pauses each, giving its
+ * core away in between: when there are as many workers as cores, it has the core that one of them needs. */
+#define LOOKS_BEFORE_SLEEP 8
+#define PAUSES_A_LOOK 16
 
 /* What one thread writes while others spin on something else has a cache line of its own. */
 struct ingot_pool {
-    /* The step that is under way; written by the caller before `epoch` changes. */
+    /* The step that is under way; written by ingot_start before `epoch` changes. */
     const ingot_step *step;
     const ingot_launch *launches;
     int begin, end;
@@ -37,6 +43,13 @@ struct ingot_pool {
     _Alignas(CACHE_LINE) atomic_uint epoch;
     /* Workers that sleep on `epoch` or are about to. */
     _Alignas(CACHE_LINE) atomic_int num_sleepers;
+
+    /* The epoch of the last step that all workers have finished; ingot_wait waits for it. A futex word too. */
+    _Alignas(CACHE_LINE) atomic_uint finished;
+    /* Whether ingot_wait sleeps on `finished` or is about to. */
+    _Alignas(CACHE_LINE) atomic_int is_waited_for;
+    /* Workers that have not finished the step that is under way. */
+    _Alignas(CACHE_LINE) atomic_int num_running;
 
     /* The barrier: the last to arrive flips `sense`, the others wait for that. */
     _Alignas(CACHE_LINE) atomic_int num_arrived;
@@ -80,39 +93,55 @@ static void barrier(ingot_pool *pool, int *sense) {
     }
 }
 
+static void wake(atomic_uint *word) { syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0); }
+
+/* Sleeps unless the word has changed. */
+static void sleep_on(atomic_uint *word, unsigned seen) {
+    syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
+}
+
 static void walk(ingot_pool *pool, int worker, int *sense) {
     const ingot_step *step = pool->step;
     const ingot_launch *launches = pool->launches;
     int num_workers = pool->num_workers, end = pool->end;
     for (int i = pool->begin; i < end; i++) {
+        if (i > pool->begin) barrier(pool, sense);
         launches[i].kernel(step, launches[i].args, worker, num_workers);
-        barrier(pool, sense);
     }
+}
+
+/* The last worker to finish a step tells ingot_wait, which acquires what all of them wrote. */
+static void finish(ingot_pool *pool, unsigned epoch) {
+    if (atomic_fetch_sub_explicit(&pool->num_running, 1, memory_order_acq_rel) > 1) return;
+    /* Sequentially consistent, as in wait_for_step: either ingot_wait is seen here, or it sees the new value. */
+    atomic_store(&pool->finished, epoch);
+    if (atomic_load(&pool->is_waited_for)) wake(&pool->finished);
 }
 
 /* Returns when pool->epoch is no longer `seen`. */
 static void wait_for_step(ingot_pool *pool, unsigned seen) {
+    for (int i = 0; i < SPINS_BEFORE_YIELD; i++) {
+        if (atomic_load_explicit(&pool->epoch, memory_order_acquire) != seen) return;
+        cpu_pause();
+    }
     int64_t deadline = now_ns() + IDLE_SPIN_NS;
     do {
-        for (int i = 0; i < 64; i++) {
+        sched_yield();
+        for (int i = 0; i < PAUSES_A_LOOK; i++) {
             if (atomic_load_explicit(&pool->epoch, memory_order_acquire) != seen) return;
             cpu_pause();
         }
     } while (now_ns() < deadline);
-    /* Sequentially consistent, as the caller's increment of epoch and look at num_sleepers are: either the caller sees
-     * this sleeper and wakes it, or the kernel sees the new epoch and does not let it sleep. */
+    /* Sequentially consistent, as the increment of epoch and the look at num_sleepers in `announce` are: either this
+     * sleeper is seen and woken, or the kernel sees the new epoch and does not let it sleep. */
     atomic_fetch_add(&pool->num_sleepers, 1);
-    while (atomic_load(&pool->epoch) == seen) {
-        syscall(SYS_futex, &pool->epoch, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
-    }
+    while (atomic_load(&pool->epoch) == seen) sleep_on(&pool->epoch, seen);
     atomic_fetch_sub(&pool->num_sleepers, 1);
 }
 
 static void announce(ingot_pool *pool) {
     atomic_fetch_add(&pool->epoch, 1);
-    if (atomic_load(&pool->num_sleepers) > 0) {
-        syscall(SYS_futex, &pool->epoch, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
-    }
+    if (atomic_load(&pool->num_sleepers) > 0) wake(&pool->epoch);
 }
 
 static void *worker_main(void *argument) {
@@ -123,16 +152,17 @@ static void *worker_main(void *argument) {
         wait_for_step(pool, epoch);
         if (pool->stopping) return NULL;
         walk(pool, self->index, &sense);
+        finish(pool, epoch + 1);
     }
 }
 
 int ingot_abi_version(void) { return INGOT_ABI_VERSION; }
 
-/* Ends workers 1 .. num_started - 1, which wait for a step. */
+/* Ends workers 0 .. num_started - 1, which wait for a step. */
 static void stop(ingot_pool *pool, int num_started) {
     pool->stopping = 1;
     announce(pool);
-    for (int i = 1; i < num_started; i++) pthread_join(pool->workers[i].thread, NULL);
+    for (int i = 0; i < num_started; i++) pthread_join(pool->workers[i].thread, NULL);
     free(pool->workers);
     free(pool);
 }
@@ -156,7 +186,7 @@ ingot_pool *ingot_pool_create(int num_workers) {
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    int started = 1, error = 0;
+    int started = 0, error = 0;
     for (; started < num_workers && !error; started += !error) {
         workers[started] = (struct ingot_worker){.pool = pool, .index = started};
         error = pthread_create(&workers[started].thread, NULL, worker_main, &workers[started]);
@@ -174,14 +204,31 @@ void ingot_pool_destroy(ingot_pool *pool) {
     if (pool) stop(pool, pool->num_workers);
 }
 
-void ingot_run(ingot_pool *pool, const ingot_step *step, const ingot_launch *launches, int begin, int end) {
+void ingot_start(ingot_pool *pool, const ingot_step *step, const ingot_launch *launches, int begin, int end) {
     if (begin >= end) return;
     pool->step = step;
     pool->launches = launches;
     pool->begin = begin;
     pool->end = end;
-    /* Between steps all workers' senses equal the shared one: each passed the same number of barriers. */
-    int sense = atomic_load_explicit(&pool->sense, memory_order_relaxed);
+    atomic_store_explicit(&pool->num_running, pool->num_workers, memory_order_relaxed);
     announce(pool);
-    walk(pool, 0, &sense);
+}
+
+void ingot_wait(ingot_pool *pool) {
+    unsigned epoch = atomic_load_explicit(&pool->epoch, memory_order_relaxed), seen;
+    for (int look = 0; look < LOOKS_BEFORE_SLEEP; look++) {
+        for (int i = 0; i < PAUSES_A_LOOK; i++) {
+            if (atomic_load_explicit(&pool->finished, memory_order_acquire) == epoch) return;
+            cpu_pause();
+        }
+        sched_yield();
+    }
+    atomic_store(&pool->is_waited_for, 1);
+    while ((seen = atomic_load(&pool->finished)) != epoch) sleep_on(&pool->finished, seen);
+    atomic_store(&pool->is_waited_for, 0);
+}
+
+void ingot_run(ingot_pool *pool, const ingot_step *step, const ingot_launch *launches, int begin, int end) {
+    ingot_start(pool, step, launches, begin, end);
+    ingot_wait(pool);
 }

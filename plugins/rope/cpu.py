@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..attention.cpu import KV_TYPES
+from ..attention.cpu import KV_TYPES, block_stride
 from ..constants import float_in_c, symbol
 from ..kernel import CpuKernel
 
@@ -12,6 +12,7 @@ from ..kernel import CpuKernel
 class Rope:
     """The constants of the prologue of one attention.
 
+    block_bytes: of a block of the cache, with all its layers.
     q_heads 0: no queries pass through; kv_heads 0: nothing is written to the cache (another attention's is shared).
     rotary: how many elements of a head turn, beginning with rotary_begin; 0: none.
     interleaved: element 2i turns with 2i + 1; else i with i + rotary / 2.
@@ -25,6 +26,7 @@ class Rope:
     key_dim: int
     value_dim: int
     block_size: int
+    block_bytes: int
     kv_dtype: str = "bf16"
     rotary: int = 0
     rotary_begin: int = 0
@@ -51,6 +53,7 @@ class Rope:
         integers: dict[str, int | str] = {
             "q_heads": c.q_heads, "kv_heads": c.kv_heads, "key_dim": c.key_dim, "value_dim": c.value_dim,
             "block_size": c.block_size, "kv_type": KV_TYPES[c.kv_dtype],
+            "block_stride": block_stride(c.block_bytes, c.kv_dtype),
             **dict(zip(("q_stride", "q_out_stride", "k_stride", "v_stride"), strides, strict=True)),
             "rotary": c.rotary, "rotary_begin": c.rotary_begin, "interleaved": int(c.interleaved),
             "table_width": width, "table_stride": c.table_stride or width, "norm": int(c.norm)}
@@ -64,20 +67,23 @@ class Rope:
 
 def rope_kv_write(problem: Rope) -> CpuKernel:
     """args: q f32 [T, Hq, Dk], k f32 [T, Hkv, Dk], v f32 [T, Hkv, Dv] (rows of tokens apart as the strides say),
-    cos, sin f32 [T, table_width], q norm weight [Dk], k norm weight [Dk], q out, K cache, V cache.
+    cos, sin f32 [T, table_width], q norm weight [Dk], k norm weight [Dk], q out, K cache, V cache, block table.
 
     q out may be q where the strides agree. What the constants exclude may be null; a null weight is all ones.
     """
-    return problem._kernel("rope_kv_write", ", ".join(f"args[{i}]" for i in range(10)))
+    return problem._kernel("rope_kv_write", ", ".join(f"args[{i}]" for i in range(11)))
 
 
 def rope(problem: Rope) -> CpuKernel:
     """Of q alone. args: q, cos, sin, q out; q out may be q. kv_heads and norm are not looked at."""
     return replace(problem, kv_heads=0, norm=False)._kernel(
-        "rope", "args[0], 0, 0, args[1], args[2], 0, 0, args[3], 0, 0")
+        "rope", "args[0], 0, 0, args[1], args[2], 0, 0, args[3], 0, 0, 0")
 
 
 def kv_write(problem: Rope) -> CpuKernel:
-    """Of k and v as they are. args: k, v, K cache, V cache. Of the constants only the cache and strides count."""
+    """Of k and v as they are. args: k, v, K cache, V cache, block table.
+
+    Of the constants only the cache and strides count.
+    """
     plain = replace(problem, q_heads=0, norm=False, rotary=0, rotary_begin=0, table_width=0)
-    return plain._kernel("kv_write", "0, args[0], args[1], 0, 0, 0, 0, 0, args[2], args[3]")
+    return plain._kernel("kv_write", "0, args[0], args[1], 0, 0, 0, 0, 0, args[2], args[3], args[4]")

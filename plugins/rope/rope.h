@@ -8,6 +8,7 @@
 typedef struct {
     int q_heads, kv_heads;                           /* 0: no queries, no keys and values */
     int key_dim, value_dim, block_size, kv_type;
+    size_t block_stride;                             /* elements of the cache from one block to the next */
     int q_stride, q_out_stride, k_stride, v_stride;  /* floats from one token's row to the next */
     int rotary, rotary_begin, interleaved;           /* elements [rotary_begin, + rotary) of a head turn; 0: none do */
     int table_width, table_stride;                   /* of cos and sin: rotary (a factor an element), or half of it */
@@ -42,8 +43,8 @@ INGOT_INLINE void ingot_rope_row(const float *x, const float *weight, const floa
 /* work: key_dim floats. q_out may be q. */
 INGOT_INLINE void ingot_rope_run(const ingot_step *step, const float *q, const float *k, const float *v,
                                  const float *cos, const float *sin, const float *q_weight, const float *k_weight,
-                                 float *q_out, void *k_cache, void *v_cache, int worker, int num_workers,
-                                 ingot_rope c, float *work) {
+                                 float *q_out, void *k_cache, void *v_cache, const int32_t *table, int worker,
+                                 int num_workers, ingot_rope c, float *work) {
     const int rows = c.q_heads + 2 * c.kv_heads; /* of a token: queries, keys, values */
     int begin, end;
     ingot_split(step->num_tokens * rows, worker, num_workers, &begin, &end);
@@ -57,16 +58,16 @@ INGOT_INLINE void ingot_rope_run(const ingot_step *step, const float *q, const f
             memcpy(to, work, sizeof(float) * (size_t)c.key_dim);
             continue;
         }
-        const int32_t *blocks = step->block_table + (ptrdiff_t)step->token_seq[token] * step->max_blocks;
+        const int32_t *blocks = table + (ptrdiff_t)step->token_seq[token] * step->max_blocks;
         int position = step->positions[token];
         row -= c.q_heads;
         if (row < c.kv_heads) {
             ingot_rope_row(k + (ptrdiff_t)token * c.k_stride + row * c.key_dim, k_weight, cos + angle, sin + angle, work, c);
-            size_t at = ingot_kv_row(blocks, position, row, c.kv_heads, c.block_size, c.key_dim);
+            size_t at = ingot_kv_row(blocks, position, row, c.block_stride, c.block_size, c.key_dim);
             ingot_kv_store_row(k_cache, at, work, c.key_dim, c.kv_type);
         } else {
             row -= c.kv_heads;
-            size_t at = ingot_kv_row(blocks, position, row, c.kv_heads, c.block_size, c.value_dim);
+            size_t at = ingot_kv_row(blocks, position, row, c.block_stride, c.block_size, c.value_dim);
             const float *from = v + (ptrdiff_t)token * c.v_stride + row * c.value_dim;
             ingot_kv_store_row(v_cache, at, from, c.value_dim, c.kv_type);
         }

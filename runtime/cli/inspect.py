@@ -48,8 +48,10 @@ def _summary(engine: EngineFile) -> dict[str, Any]:
         obstacle = None
     except EngineMismatch as error:
         obstacle = str(error)
-    kv_token_bytes = manifest["memory"].get("kv_bytes_per_token", 0)
-    available = available_memory_bytes() - manifest["memory"].get("weights_bytes", 0)
+    memory = manifest["memory"]
+    kv_token_bytes = memory.get("kv_bytes_per_token", 0)
+    longest_bytes = _kv_bytes(memory, manifest["limits"]["max_seq_len"])
+    available = max(available_memory_bytes() - memory.get("weights_bytes", 0), 0)
     return {
         "engine": engine.path,
         "hash": engine.hash,
@@ -58,8 +60,32 @@ def _summary(engine: EngineFile) -> dict[str, Any]:
         "num_kernels": len(engine.manifest["kernels"]),
         "sections": {name: {"members": members[name], "size_bytes": sizes[name]} for name in sizes},
         "why_not_here": obstacle,
-        "kv_tokens_that_fit_here": max(available, 0) // kv_token_bytes if kv_token_bytes else None,
+        "kv_tokens_that_fit_here": available // kv_token_bytes if kv_token_bytes else None,
+        "kv_bytes_of_longest_sequence": longest_bytes,
+        "longest_sequences_that_fit_here": available // longest_bytes if longest_bytes else None,
     }
+
+
+def _kv_bytes(memory: dict[str, Any], num_tokens: int) -> int:
+    """Of the KV blocks that a sequence of so many tokens holds, those that have left their window given up."""
+    block_size, blocks = memory.get("kv_block_size", 1), 0
+    for entry in memory.get("kv_tables", ()):
+        needed = -(-num_tokens // block_size)
+        # A window begins anywhere in a block.
+        blocks += min(needed, (entry["window"] - 2) // block_size + 2) if entry["window"] else needed
+    return int(blocks * memory.get("kv_block_bytes", 0))
+
+
+def _kv_text(facts: dict[str, Any]) -> str:
+    memory = facts["memory"]
+    kinds = Counter(entry["window"] for entry in memory.get("kv_tables", ()))
+    tables = ", ".join(f"{count} × {f'window of {window} tokens' if window else 'all tokens'}"
+                       for window, count in kinds.items())
+    later = memory.get("kv_bytes_per_token_beyond_windows", 0)
+    beyond = f", beyond the windows {size(later)}" if any(kinds) else ""
+    return (f"blocks of {memory.get('kv_block_size')} tokens, {size(memory.get('kv_block_bytes', 0))}, in "
+            f"{sum(kinds.values())} tables ({tables}); a token takes {size(memory.get('kv_bytes_per_token', 0))}"
+            f"{beyond}; the longest sequence {size(facts['kv_bytes_of_longest_sequence'])}")
 
 
 def _summary_text(facts: dict[str, Any]) -> str:
@@ -73,8 +99,11 @@ def _summary_text(facts: dict[str, Any]) -> str:
         ("precision", f"{facts['precision']}, KV cache {facts.get('kv_precision', 'as that')}"),
         ("limits", ", ".join(f"{name} {value}" for name, value in facts["limits"].items())),
         ("memory", ", ".join(f"{name.removesuffix('_bytes').replace('_', ' ')} {size(value)}"
-                             for name, value in memory.items() if isinstance(value, int))),
-        ("KV room", f"{facts['kv_tokens_that_fit_here']} tokens fit beside the weights in this machine's free memory"),
+                             for name, value in memory.items()
+                             if name.endswith("_bytes") and not name.startswith("kv_"))),
+        ("KV cache", _kv_text(facts)),
+        ("KV room", f"{facts['kv_tokens_that_fit_here']} tokens, or {facts['longest_sequences_that_fit_here']} longest "
+                    "sequences, fit beside the weights in this machine's free memory"),
         ("code", f"{facts['num_kernels']} kernels; buckets of {', '.join(map(str, facts['buckets']))} tokens"),
         ("file", ", ".join(f"{entry['members']} × {name} {size(entry['size_bytes'])}" if entry["members"] > 1 else
                            f"{name} {size(entry['size_bytes'])}" for name, entry in facts["sections"].items())),
@@ -137,17 +166,19 @@ def _kernels_text(kernels: list[dict[str, Any]]) -> str:
 
 def _memory(engine: EngineFile) -> dict[str, Any]:
     plan = engine.plan
-    slots = Counter((slot["heads"], slot["key_dim"], slot["value_dim"], slot["dtype"]) for slot in plan["kv"])
+    kv = plan["kv"]
+    slots = Counter((slot["table"], kv["windows"][slot["table"]], slot["heads"], slot["key_dim"], slot["value_dim"],
+                     slot["dtype"]) for slot in kv["slots"])
     return {
         **engine.manifest["memory"],
         "buckets": [
             {"tokens": bucket["tokens"], "launches": len(bucket["launches"]), "arena_bytes": bucket["arena_bytes"]}
             for bucket in plan["buckets"]
         ],
-        "block_size": plan["block_size"],
         "kv": [
-            {"slots": count, "heads": heads, "key_dim": key_dim, "value_dim": value_dim, "dtype": dtype}
-            for (heads, key_dim, value_dim, dtype), count in slots.items()
+            {"table": table, "window": window, "layers": count, "heads": heads, "key_dim": key_dim,
+             "value_dim": value_dim, "dtype": dtype}
+            for (table, window, heads, key_dim, value_dim, dtype), count in sorted(slots.items())
         ],
         "weights": sorted(plan["weights"].values(), key=lambda weight: -int(weight["size"])),
     }
@@ -155,14 +186,14 @@ def _memory(engine: EngineFile) -> dict[str, Any]:
 
 def _memory_text(facts: dict[str, Any]) -> str:
     buckets = [(entry["tokens"], entry["launches"], size(entry["arena_bytes"])) for entry in facts["buckets"]]
-    kv = [tuple(entry.values()) for entry in facts["kv"]]
+    kv = [tuple("all" if value is None else value for value in entry.values()) for entry in facts["kv"]]
     weights = [(weight["label"], size(weight["size"])) for weight in facts["weights"][:_NUM_LARGEST]]
-    totals = [(name, size(value)) for name, value in facts.items() if name.endswith(("_bytes", "_per_token"))]
+    totals = [(name, size(value)) for name, value in facts.items() if name.endswith("_bytes") or "_per_token" in name]
     return "\n\n".join([
         table(totals),
         table(buckets, ("tokens", "launches", "arena")),
-        f"KV cache, in blocks of {facts['block_size']} tokens:\n"
-        + table(kv, ("slots", "heads", "key dim", "value dim", "type")),
+        f"KV cache, in blocks of {facts['kv_block_size']} tokens, {size(facts['kv_block_bytes'])} of each table:\n"
+        + table(kv, ("table", "window", "layers", "heads", "key dim", "value dim", "type")),
         f"The largest of {len(facts['weights'])} weights:\n" + table(weights),
     ])
 

@@ -1,4 +1,4 @@
-"""The cpu device: one call into the engine's native code a step.
+"""The cpu device: native code that its own threads run, one call a step.
 
 All memory is laid out when the engine is loaded: weights are mapped from the file, the arena and the KV cache are
 anonymous memory that the system provides page by page as it is first touched. A step allocates nothing.
@@ -18,14 +18,16 @@ from ..engine_format import EngineFormatError
 from ..errors import RequestError, WorkFailed
 from ..host import available_cores
 from ..manifest import weight_name
-from ..program import EngineMismatch, Limits
-from ..sampling_inputs import Float32Array, StepOutputs
+from ..program import Limits
+from ..sampling_inputs import Float32Array, StepOutputs, work_bytes
 from ..step import StepInputs
-from .cpu_plan import DTYPES, BoundBucket, Places, align, arena_bytes, bind_bucket, check_buckets, kv_slots, vocab_size
-from .native_code import NativeCode, Step
+from .cpu_plan import DTYPES, BoundBucket, Places, arena_bytes, bind_bucket, check_buckets, kv_layout, vocab_size
+from .native_code import STEP_ARRAYS, NativeCode, Step, outdated
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 MAX_WORKERS = 1024
+
+Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
 
 class CpuProgram:
@@ -34,22 +36,20 @@ class CpuProgram:
     weights_bytes, arena_bytes, kv_bytes: the memory that it occupies, KV counted as if every block were in use.
     """
 
-    def __init__(self, engine: EngineFile, kv_cache_tokens: int, num_workers: int | None = None) -> None:
+    def __init__(self, engine: EngineFile, kv_cache_tokens: int, num_workers: int | None = None,
+                 host_kv_tokens: int = 0) -> None:
         num_workers = available_cores() if num_workers is None else num_workers
         if not 1 <= num_workers <= MAX_WORKERS:
             raise RequestError(f"num_workers is {num_workers}; expected 1 to {MAX_WORKERS}")
         self.num_workers = num_workers
         self._engine = engine
-        limits = Limits.of(engine.manifest)
+        limits, plan = Limits.of(engine.manifest), engine.plan
+        if plan.get("version") != PLAN_VERSION:
+            raise outdated(engine, f"its plan has version {plan.get('version')!r}, this runtime reads {PLAN_VERSION}")
         code = NativeCode(engine)
         try:
-            plan = engine.plan
-            if plan.get("version") != PLAN_VERSION:
-                raise EngineMismatch(
-                    f"{engine.path}: plan version {plan.get('version')!r}, this runtime reads {PLAN_VERSION}"
-                )
             check_buckets(plan, limits)
-            self._lay_out(plan, limits, kv_cache_tokens)
+            self._lay_out(plan, limits, kv_cache_tokens, host_kv_tokens)
             places = Places(self._arena, self._weights, self._kv, self.inputs)
             self._buckets = [bind_bucket(bucket, i, places, code) for i, bucket in enumerate(plan["buckets"])]
             pool = code.pool_create(num_workers)
@@ -63,47 +63,45 @@ class CpuProgram:
             code.close()
             raise
         self._bucket_tokens = [bucket.tokens for bucket in self._buckets]
-        self._pool = pool
-        self._run = code.run
+        self._code, self._pool = code, pool
         self._steps = [_step(inputs) for inputs in self.inputs]
         self._in_flight: StepInputs | None = None
-        self._done: tuple[BoundBucket, int] | None = None
+        self._last: tuple[BoundBucket, int] | None = None
+        self._copies: list[tuple[int, int]] = []
         self._finalizer = weakref.finalize(self, _release, code, pool)
         del engine.plan  # megabytes of parsed JSON that nothing but `trace` needs again
 
-    def _lay_out(self, plan: dict[str, Any], limits: Limits, kv_cache_tokens: int) -> None:
-        self.block_size = int(plan["block_size"])
-        self.num_blocks = -(-kv_cache_tokens // self.block_size)
-        if self.num_blocks < 1:
-            raise RequestError(f"kv_cache_tokens is {kv_cache_tokens}; expected at least {self.block_size}, one block")
-        self.kv_windows: tuple[int | None, ...] = (None,)
+    def _lay_out(self, plan: dict[str, Any], limits: Limits, kv_cache_tokens: int, host_kv_tokens: int) -> None:
+        kv = kv_layout(plan)
+        self.block_size, self.block_bytes, self.kv_windows = kv.block_size, kv.block_bytes, kv.windows
+        if kv_cache_tokens < 1 or host_kv_tokens < 0:
+            raise RequestError(f"kv_cache_tokens is {kv_cache_tokens}, host_kv_tokens {host_kv_tokens}; expected "
+                               f"at least {self.block_size}, one block, and 0")
+        self.num_blocks, self.num_host_blocks = (
+            -(-tokens // kv.block_size) * len(kv.windows) for tokens in (kv_cache_tokens, host_kv_tokens))
+        self.kv_bytes = self.num_blocks * kv.block_bytes
+        # Vector loads of a row's last elements may reach 64 bytes past the end of the last buffer.
+        device = _anonymous(self.kv_bytes + 64, f"a KV cache of {kv_cache_tokens} tokens")
+        host = _anonymous(self.num_host_blocks * kv.block_bytes + 64, f"{host_kv_tokens} tokens of KV on the host")
+        self._tiers = device, host
+        base = int(device.ctypes.data)
+        self._kv = {part: (base + begin, size) for part, (begin, size) in kv.parts.items()}
+
         self.vocab_size = vocab_size(plan)
-        first, second = (StepInputs(limits, self.vocab_size, self.block_size, len(self.kv_windows)) for _ in range(2))
+        first, second = (StepInputs(limits, self.vocab_size, self.block_size, len(kv.windows)) for _ in range(2))
         self.inputs = (first, second)
+        work = _anonymous(work_bytes(self.vocab_size, self.num_workers), "sampling")
+        for inputs in self.inputs:
+            inputs.sampling.use_work(work)
 
         # Mapped arrays must live as long as kernels may read them.
         self._mapped = {name: self._map(entry["blob"], entry["size"]) for name, entry in plan["weights"].items()}
         self._weights = {name: (int(data.ctypes.data), data.size) for name, data in self._mapped.items()}
         self.weights_bytes = sum({entry["blob"]: entry["size"] for entry in plan["weights"].values()}.values())
         self.arena_bytes = arena_bytes(plan)
-        # Vector loads of a row's last elements may reach 64 bytes past the end of the last buffer.
         self._arena = _anonymous(self.arena_bytes + 64, "the arena")
 
-        parts: dict[tuple[int, str], int] = {}
-        for slot in kv_slots(plan):
-            key_bytes, value_bytes = slot.block_bytes(self.block_size)
-            parts[slot.slot, "k"] = self.num_blocks * key_bytes
-            parts[slot.slot, "v"] = self.num_blocks * value_bytes
-        self.kv_bytes = sum(map(align, parts.values()))
-        self.block_bytes, self.num_host_blocks = self.kv_bytes // self.num_blocks, 0
-        self._kv_memory = _anonymous(self.kv_bytes + 64, f"a KV cache of {kv_cache_tokens} tokens")
-        self._kv: dict[tuple[int, str], tuple[int, int]] = {}
-        address = int(self._kv_memory.ctypes.data)
-        for key, size in parts.items():
-            self._kv[key] = (address, size)
-            address += align(size)
-
-    def _map(self, blob: str, size: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    def _map(self, blob: str, size: int) -> Bytes:
         data = self._engine.map(weight_name(blob))
         if data.size != size:
             raise EngineFormatError(f"plan.weights: {weight_name(blob)} has {data.size} bytes, expected {size}")
@@ -111,24 +109,38 @@ class CpuProgram:
 
     def launch(self, inputs: StepInputs) -> None:
         number, index = self._prepare(inputs)
-        launches = self._buckets[index].launches[number]
-        self._in_flight = inputs
-        self._run(self._pool, self._steps[number], launches.ctypes.data, 0, len(launches))
-        self._done = self._buckets[index], inputs.num_logits
+        bucket = self._buckets[index]
+        launches = bucket.launches[number]
+        self._in_flight, self._last = inputs, (bucket, inputs.num_logits)
+        self._code.start(self._pool, self._steps[number], launches.ctypes.data, 0, len(launches))
 
     def wait(self) -> StepOutputs:
         inputs = self._in_flight
         assert inputs is not None, "no step is in flight"
+        self._code.wait(self._pool)
         self._in_flight = None
         return inputs.sampling.outputs
 
     def logits(self) -> Float32Array:
-        assert self._in_flight is None and self._done is not None, "no step has been waited for"
-        bucket, num_logits = self._done
+        assert self._in_flight is None, "a step is in flight"
+        assert self._last is not None, "no step has been waited for"
+        bucket, num_logits = self._last
         return bucket.logits[:num_logits]
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        raise NotImplementedError
+        last = self.num_blocks + self.num_host_blocks
+        assert all(0 <= source < last and 0 <= destination < last for source, destination in pairs), pairs
+        self._copies += pairs
+
+    def _copy_now(self) -> None:
+        """The copies that were asked for; no step is in flight."""
+        for source, destination in self._copies:
+            self._block(destination)[:] = self._block(source)
+        self._copies.clear()
+
+    def _block(self, number: int) -> Bytes:
+        tier, index = (0, number) if number < self.num_blocks else (1, number - self.num_blocks)
+        return self._tiers[tier][index * self.block_bytes : (index + 1) * self.block_bytes]
 
     def trace(self, inputs: StepInputs, values: Collection[str]) -> dict[str, np.ndarray]:
         number, index = self._prepare(inputs)
@@ -136,7 +148,8 @@ class CpuProgram:
         launches, args = bucket.launches[number], bucket.args[number]
         found = {}
         for launch, entry in enumerate(entries):
-            self._run(self._pool, self._steps[number], launches.ctypes.data, launch, launch + 1)
+            self._code.start(self._pool, self._steps[number], launches.ctypes.data, launch, launch + 1)
+            self._code.wait(self._pool)
             for name, write in entry.get("writes", {}).items():
                 if name in values:
                     address = int(args[bucket.begins[launch] + write["arg"]])
@@ -144,11 +157,12 @@ class CpuProgram:
         return found
 
     def _prepare(self, inputs: StepInputs) -> tuple[int, int]:
-        """Copies the counts of the inputs into their ingot_step; which of the two they are, and the index of the bucket
-        that takes them."""
+        """Makes ready for a step: which of the two inputs they are, and the index of the bucket that takes them."""
         assert self._finalizer.alive, "the program is closed"
         assert self._in_flight is None, "a step is in flight"
         assert inputs.num_tokens > 0
+        if self._copies:
+            self._copy_now()
         number = self.inputs.index(inputs)
         step = self._steps[number]
         step.num_tokens, step.num_seqs, step.num_logits = inputs.num_tokens, inputs.num_seqs, inputs.num_logits
@@ -160,8 +174,8 @@ class CpuProgram:
 
 def _step(inputs: StepInputs) -> Step:
     """The ingot_step of these inputs; the counts follow with each step."""
-    addresses = {name: getattr(inputs, name).ctypes.data for name in StepInputs.ARRAYS}
-    return Step(max_blocks=inputs.max_blocks, **addresses)
+    addresses = {name: getattr(inputs, name).ctypes.data for name in STEP_ARRAYS}
+    return Step(max_blocks=inputs.max_blocks, sampling=inputs.sampling.address, **addresses)
 
 
 def _copy(inputs: StepInputs, address: int, dims: list[int | str], dtype: str) -> np.ndarray:
@@ -178,11 +192,12 @@ def _copy(inputs: StepInputs, address: int, dims: list[int | str], dtype: str) -
 
 
 def _release(code: NativeCode, pool: int) -> None:
+    code.wait(pool)
     code.pool_destroy(pool)
     code.close()
 
 
-def _anonymous(size: int, what: str) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+def _anonymous(size: int, what: str) -> Bytes:
     """Zeroed memory, aligned to a page, that takes no room before it is touched."""
     try:
         return np.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)

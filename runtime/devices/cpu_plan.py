@@ -6,6 +6,7 @@ within the buffers it is given is the compiler's part.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -23,24 +24,18 @@ ALIGNMENT = 64
 Addresses = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
 
 
-def align(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
 @dataclass(frozen=True)
-class KvSlot:
-    """One KV cache: K [num_blocks, heads, block_size, key_dim], V likewise with value_dim."""
+class KvLayout:
+    """windows      for each block table, in tokens; None: no window
+    block_size   tokens of a block
+    block_bytes  of a block with all layers of a table
+    parts        (slot, "k" or "v") -> where in a block its keys or values begin, and how many bytes they are
+    """
 
-    slot: int
-    heads: int
-    key_dim: int
-    value_dim: int
-    dtype: str
-
-    def block_bytes(self, block_size: int) -> tuple[int, int]:
-        """Bytes of a block in the K part and in the V part."""
-        row = self.heads * block_size * np.dtype(DTYPES[self.dtype]).itemsize
-        return row * self.key_dim, row * self.value_dim
+    windows: tuple[int | None, ...]
+    block_size: int
+    block_bytes: int
+    parts: Mapping[tuple[int, str], tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -61,25 +56,44 @@ class BoundBucket:
 
 @dataclass(frozen=True)
 class Places:
-    """Where things lie. Weights and kv: name or slot and part -> (address, size in bytes)."""
+    """Where things lie: name, or slot and part of the first block -> (address, size in bytes)."""
 
-    arena: np.ndarray[tuple[int], np.dtype[np.uint8]]
+    arena: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
     weights: Mapping[str, tuple[int, int]]
     kv: Mapping[tuple[int, str], tuple[int, int]]
     inputs: tuple[StepInputs, StepInputs]
 
 
-def kv_slots(plan: dict[str, Any]) -> list[KvSlot]:
-    """Raises EngineFormatError unless the slots are well formed."""
-    slots = []
-    for index, entry in enumerate(_field(plan, "kv", list, "plan")):
-        where = f"plan.kv[{index}]"
-        heads, key_dim, value_dim = (_count(entry, key, where) for key in ("heads", "key_dim", "value_dim"))
+def kv_layout(plan: dict[str, Any]) -> KvLayout:
+    """Raises EngineFormatError unless it is well formed, with all keys and values inside the block and apart."""
+    kv = _field(plan, "kv", dict, "plan")
+    windows = tuple(_field(kv, "windows", list, "plan.kv"))
+    if not windows or not all(window is None or (isinstance(window, int) and window > 0) for window in windows):
+        raise EngineFormatError(f"plan.kv.windows: {list(windows)}; expected a number of tokens or null for each table")
+    block_size, block_bytes = _count(kv, "block_size", "plan.kv"), _field(kv, "block_bytes", int, "plan.kv")
+    parts: dict[tuple[int, str], tuple[int, int]] = {}
+    taken: list[tuple[int, int, int]] = []
+    for index, entry in enumerate(_field(kv, "slots", list, "plan.kv")):
+        where = f"plan.kv.slots[{index}]"
         dtype = _field(entry, "dtype", str, where)
         if dtype not in DTYPES:
             raise EngineFormatError(f"{where}: element type {dtype!r} is unknown; expected one of {', '.join(DTYPES)}")
-        slots.append(KvSlot(_field(entry, "slot", int, where), heads, key_dim, value_dim, dtype))
-    return slots
+        row = _count(entry, "heads", where) * block_size * np.dtype(DTYPES[dtype]).itemsize
+        table = _field(entry, "table", int, where)
+        if not 0 <= table < len(windows):
+            raise EngineFormatError(f"{where}: table {table}; there are {len(windows)}")
+        for part, name in (("k", "key"), ("v", "value")):
+            begin, size = _field(entry, f"{name}_offset", int, where), row * _count(entry, f"{name}_dim", where)
+            if begin % ALIGNMENT or not 0 <= begin <= block_bytes - size:
+                raise EngineFormatError(f"{where}: {size} bytes at {name}_offset {begin} do not fit a block of "
+                                        f"{block_bytes}, or are not aligned to {ALIGNMENT}")
+            parts[_field(entry, "slot", int, where), part] = begin, size
+            taken.append((table, begin, begin + size))
+    taken.sort()
+    for (table, _, end), (next_table, begin, _) in pairwise(taken):
+        if table == next_table and begin < end:
+            raise EngineFormatError(f"plan.kv.slots: two overlap at byte {begin} of a block of table {table}")
+    return KvLayout(windows, block_size, block_bytes, parts)
 
 
 def arena_bytes(plan: dict[str, Any]) -> int:

@@ -15,7 +15,10 @@ from ..program import EngineMismatch
 from ..step import StepInputs
 
 CODE = "code/model.so"
-ABI_VERSION = 1
+ABI_VERSION = 2
+
+STEP_ARRAYS = tuple(name for name in StepInputs.ARRAYS if name != "block_tables")
+"""Those that every kernel finds in ingot_step; block tables are arguments."""
 
 
 class Step(ctypes.Structure):
@@ -23,7 +26,8 @@ class Step(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("num_tokens", "num_seqs", "num_logits", "max_blocks")),
-        *((name, ctypes.c_void_p) for name in StepInputs.ARRAYS),
+        *((name, ctypes.c_void_p) for name in STEP_ARRAYS),
+        ("sampling", ctypes.c_void_p),
     ]
 
 
@@ -55,6 +59,16 @@ def check_cpu(engine: EngineFile, machine: str | None = None, features: frozense
     )
 
 
+def outdated(engine: EngineFile, difference: str) -> EngineMismatch:
+    """The error for an engine of another version than this runtime."""
+    manifest = engine.manifest
+    return EngineMismatch(
+        f"{engine.path} was built by Ingot {manifest['ingot_version']} for another version of the runtime: "
+        f"{difference}.\n  Build it again: ingot build {manifest['model']['name']} --target "
+        f"{manifest['target']['name']} --precision {manifest['precision']}"
+    )
+
+
 class NativeCode:
     """A loaded library of kernels; `close` unloads it."""
 
@@ -65,22 +79,22 @@ class NativeCode:
         self._addresses: dict[str, int] = {}
         self._fd, self._library = _load(engine)
         try:
-            self._bind()
+            self._bind(engine)
         except BaseException:
             self.close()
             raise
 
-    def _bind(self) -> None:
+    def _bind(self, engine: EngineFile) -> None:
         version = self._function("ingot_abi_version", ctypes.c_int)()
         if version != ABI_VERSION:
-            raise EngineMismatch(
-                f"{self._path}: its code speaks ABI {version}, this runtime {ABI_VERSION}; build the engine again"
-            )
+            raise outdated(engine, f"its code speaks ABI {version}, this runtime {ABI_VERSION}")
         self.pool_create = self._function("ingot_pool_create", ctypes.c_void_p, ctypes.c_int)
         self.pool_destroy = self._function("ingot_pool_destroy", None, ctypes.c_void_p)
-        self.run = self._function(
-            "ingot_run", None, ctypes.c_void_p, ctypes.POINTER(Step), ctypes.c_void_p, ctypes.c_int, ctypes.c_int
+        # Calls through ctypes release Python's global lock: others run while `wait` waits.
+        self.start = self._function(
+            "ingot_start", None, ctypes.c_void_p, ctypes.POINTER(Step), ctypes.c_void_p, ctypes.c_int, ctypes.c_int
         )
+        self.wait = self._function("ingot_wait", None, ctypes.c_void_p)
 
     def _function(self, name: str, result: Any, *arguments: Any) -> Any:
         try:

@@ -32,19 +32,20 @@ MATRIX_ISAS = [*ALL_ISAS, *(isa.name for isa in host_isas() if isa.name not in H
 
 
 _COUNTS = ("num_tokens", "num_seqs", "num_logits", "max_blocks")
-_ARRAYS = ("token_ids", "positions", "token_seq", "logit_rows", "query_start", "context_len", "block_table")
+_ARRAYS = ("token_ids", "positions", "token_seq", "logit_rows", "query_start", "context_len")
 
 
 class StepStruct(ctypes.Structure):
     """ingot_step of ingot_kernel.h."""
 
-    _fields_ = [(name, ctypes.c_int32) for name in _COUNTS] + [(name, ctypes.c_void_p) for name in _ARRAYS]
+    _fields_ = [*((name, ctypes.c_int32) for name in _COUNTS),
+                *((name, ctypes.c_void_p) for name in (*_ARRAYS, "sampling"))]
 
 
 class Step:
     """A step of sequences given as (context length after the step, new tokens), their blocks in random order.
 
-    num_blocks: so many blocks a cache must have; `unused` is one that belongs to no sequence.
+    num_blocks: so many blocks a cache must have. block_table: behind a sequence's blocks -1; more columns than needed.
     """
 
     def __init__(self, sequences: Sequence[tuple[int, int]], block_size: int = 16, seed: int = 0,
@@ -53,8 +54,7 @@ class Step:
         counts = [-(-length // block_size) for length in lengths]
         self.num_blocks = sum(counts) + 1
         order = np.random.default_rng(seed).permutation(self.num_blocks).astype(np.int32)
-        self.unused = int(order[-1])
-        self.block_table = np.full((len(lengths), max(counts, default=0) + 1), self.unused, np.int32)
+        self.block_table = np.full((len(lengths), max(counts, default=0) + 1), -1, np.int32)
         for row, start, count in zip(self.block_table, np.cumsum([0, *counts]), counts, strict=False):
             row[:count] = order[start:start + count]
         self.context_len = np.array(lengths, np.int32)
@@ -111,6 +111,29 @@ def aligned(shape: Sequence[int], dtype: type = np.float32, fill: float | None =
     if fill is not None:
         array[...] = fill if np.dtype(dtype).kind == "f" else 0
     return array
+
+
+def kv_parts(heads: int, block_size: int, dims: tuple[int, int], dtype: type) -> tuple[list[int], int]:
+    """A layer's place in blocks that hold more: where its keys and its values begin, and the bytes of a block."""
+    begins, at = [], 192
+    for dim in dims:
+        begins.append(at)
+        at += -(-heads * block_size * dim * np.dtype(dtype).itemsize // 64) * 64 + 64
+    return begins, at
+
+
+def kv_cache(num_blocks: int, heads: int, block_size: int, dims: tuple[int, int], dtype: type) -> list[np.ndarray]:
+    """Blocks laid out by kv_parts, as bytes [num_blocks, block_bytes], and the keys and values in them, [num_blocks,
+    heads, block_size, dim]. All is NaN, as float32 and as bfloat16, the block before the first too, to which -1 leads.
+    """
+    begins, block_bytes = kv_parts(heads, block_size, dims, dtype)
+    bits = np.full((num_blocks + 1) * block_bytes // 2, 0x7FFF, np.uint16)
+    blocks = placed(bits).view(np.uint8).reshape(num_blocks + 1, block_bytes)[1:]
+    sizes = [heads * block_size * dim * np.dtype(dtype).itemsize for dim in dims]
+    views = [blocks[:, begin:begin + size].view(dtype).reshape(num_blocks, heads, block_size, dim)
+             for begin, size, dim in zip(begins, sizes, dims, strict=True)]
+    assert all(np.shares_memory(view, blocks) for view in views if view.size)
+    return [blocks, *views]
 
 
 def placed(values: np.ndarray) -> np.ndarray:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,23 +11,32 @@ from ingot.plugins.attention.cpu import Attention, attention, attention_combine,
 from ingot.plugins.attention.reference import attention as one_sequence
 from ingot.plugins.attention.reference import paged_attention
 
-from .native import ALL_ISAS, Library, Step, aligned, from_bf16, placed, relative_error, to_bf16
+from .native import ALL_ISAS, Library, Step, aligned, from_bf16, kv_cache, kv_parts, placed, relative_error, to_bf16
 
-PLAIN = Attention(6, 2, 64, 64, 16, 0.125)
+
+def problem(q_heads: int, kv_heads: int, key_dim: int, value_dim: int, block_size: int, scale: float,
+            kv_dtype: str = "bf16", **more: Any) -> Attention:
+    _, block_bytes = kv_parts(kv_heads, block_size, (key_dim, value_dim), ELEMENTS[kv_dtype])
+    return Attention(q_heads, kv_heads, key_dim, value_dim, block_size, block_bytes, scale, kv_dtype=kv_dtype, **more)
+
+
+ELEMENTS = {"f32": np.float32, "bf16": np.uint16}
+PLAIN = problem(6, 2, 64, 64, 16, 0.125)
+PLAIN_F32 = problem(6, 2, 64, 64, 16, 0.125, "f32")
 PROBLEMS = {
     "plain": PLAIN,
-    "f32": replace(PLAIN, kv_dtype="f32"),
+    "f32": PLAIN_F32,
     "window": replace(PLAIN, window=100),
-    "small_window": Attention(4, 1, 256, 256, 16, 0.0625, window=20, softcap=30.0, kv_dtype="f32"),
+    "small_window": problem(4, 1, 256, 256, 16, 0.0625, window=20, softcap=30.0, kv_dtype="f32"),
     "chunk": replace(PLAIN, chunk=96),
     "softcap": replace(PLAIN, softcap=5.0),
     "strided": replace(PLAIN, q_stride=640, out_stride=400),
-    "one_head_each": Attention(3, 3, 48, 32, 16, 0.2),
-    "two_dims": Attention(5, 5, 40, 24, 16, 0.15, kv_dtype="f32"),
-    "odd_dims": Attention(4, 2, 37, 19, 32, 0.3),
-    "odd_dims_f32": Attention(14, 2, 21, 75, 4, 0.3, kv_dtype="f32"),
-    "wide_group": Attention(26, 2, 128, 96, 16, 0.09),
-    "widest_group": Attention(130, 1, 32, 32, 16, 0.2),
+    "one_head_each": problem(3, 3, 48, 32, 16, 0.2),
+    "two_dims": problem(5, 5, 40, 24, 16, 0.15, kv_dtype="f32"),
+    "odd_dims": problem(4, 2, 37, 19, 32, 0.3),
+    "odd_dims_f32": problem(14, 2, 21, 75, 4, 0.3, kv_dtype="f32"),
+    "wide_group": problem(26, 2, 128, 96, 16, 0.09),
+    "widest_group": problem(130, 1, 32, 32, 16, 0.2),
 }
 STEPS = {
     "one_token": [(1, 1)],
@@ -54,31 +64,33 @@ class Case:
         return tuple(from_bf16(c) if c.dtype == np.uint16 else c for c in (self.k, self.v))  # type: ignore[return-value]
 
 
-def make(problem: Attention, sequences: list[tuple[int, int]], seed: int = 0, sinks: bool = False) -> Case:
-    """Random queries and caches. Slots past a sequence's end, and blocks it cannot see any more, hold NaN."""
-    p, rng = problem, np.random.default_rng(seed)
+def make(p: Attention, sequences: list[tuple[int, int]], seed: int = 0, sinks: bool = False) -> Case:
+    """Random queries and caches. Slots past a sequence's end hold NaN; blocks that none of its new tokens sees are -1,
+    which leads to NaN.
+    """
+    rng = np.random.default_rng(seed)
     step = Step(sequences, p.block_size, seed)
     stride = p.q_stride or p.q_heads * p.key_dim
     q = placed(rng.normal(size=(step.num_tokens, stride)).astype(np.float32) * 2)
-    caches = [np.full((step.num_blocks, p.kv_heads, p.block_size, dim), np.nan, np.float32)
-              for dim in (p.key_dim, p.value_dim)]
+    _, k, v = kv_cache(step.num_blocks, p.kv_heads, p.block_size, (p.key_dim, p.value_dim), ELEMENTS[p.kv_dtype])
     for (length, new), blocks in zip(sequences, step.block_table, strict=True):
         first = length - new
         low = max(0, first - p.window + 1 if p.window else 0, first // p.chunk * p.chunk if p.chunk else 0)
         for position in range(low // p.block_size * p.block_size, length):
-            for cache in caches:
+            for cache in (k, v):
                 slot = cache[blocks[position // p.block_size], :, position % p.block_size]
-                slot[...] = rng.normal(size=slot.shape)
-        blocks[:low // p.block_size] = step.unused
-    k, v = (placed(c if p.kv_dtype == "f32" else to_bf16(c)) for c in caches)
+                values = rng.normal(size=slot.shape).astype(np.float32)
+                slot[...] = values if p.kv_dtype == "f32" else to_bf16(values)
+        blocks[:low // p.block_size] = -1
     return Case(q, k, v, placed(rng.normal(size=p.q_heads).astype(np.float32) * 3) if sinks else None, step)
 
 
-def run(library: Library, problem: Attention, case: Case, workers: int = 1) -> np.ndarray:
-    p, tokens = problem, case.step.num_tokens
+def run(library: Library, p: Attention, case: Case, workers: int = 1) -> np.ndarray:
+    tokens = case.step.num_tokens
     out = aligned((tokens, p.out_stride or p.q_heads * p.value_dim))
     scratch = aligned((scratch_bytes(p, tokens, len(case.step.context_len)) // 4 + 16,))
-    library.run(attention(p), case.step, case.q, case.k, case.v, case.sinks, scratch[:-16], out, workers=workers)
+    library.run(attention(p), case.step, case.q, case.k, case.v, case.step.block_table, case.sinks,
+                scratch[:-16], out, workers=workers)
     library.run(attention_combine(p), case.step, scratch[:-16], case.sinks, out, workers=workers)
     assert np.isnan(scratch[-16:]).all(), "wrote past the scratch"
     width = p.q_heads * p.value_dim
@@ -86,8 +98,7 @@ def run(library: Library, problem: Attention, case: Case, workers: int = 1) -> n
     return out[:, :width].reshape(tokens, p.q_heads, p.value_dim)
 
 
-def expected(problem: Attention, case: Case) -> np.ndarray:
-    p = problem
+def expected(p: Attention, case: Case) -> np.ndarray:
     q = case.q[:, :p.q_heads * p.key_dim].reshape(-1, p.q_heads, p.key_dim)
     k, v = case.caches
     return paged_attention(q, k, v, case.step.query_start, case.step.context_len, case.step.block_table, case.sinks,
@@ -114,15 +125,15 @@ def test_equals_reference(library: Library, name: str) -> None:
 @pytest.mark.parametrize("name", ["plain", "small_window", "odd_dims"])
 def test_other_sequences_change_nothing(library: Library, name: str) -> None:
     """Bit for bit: a sequence alone in a step, and among others."""
-    problem, sequences = PROBLEMS[name], STEPS["mixture"] + STEPS["few_tokens"]
-    case = make(problem, sequences)
-    together = run(library, problem, case)
+    p, sequences = PROBLEMS[name], STEPS["mixture"] + STEPS["few_tokens"]
+    case = make(p, sequences)
+    together = run(library, p, case)
     for seq, shape in enumerate(sequences):
-        alone = Step([shape], problem.block_size)
+        alone = Step([shape], p.block_size)
         alone.block_table = case.step.block_table[seq:seq + 1].copy()
         begin, end = case.step.query_start[seq:seq + 2]
         part = replace(case, q=placed(case.q[begin:end]), step=alone)
-        assert np.array_equal(run(library, problem, part), together[begin:end]), shape
+        assert np.array_equal(run(library, p, part), together[begin:end]), shape
 
 
 def test_tokens_of_a_context_change_nothing(library: Library) -> None:
@@ -156,7 +167,7 @@ def test_scratch_does_not_grow_with_tokens() -> None:
 
 
 def test_paged_reference_is_the_plain_one() -> None:
-    case = make(replace(PLAIN, kv_dtype="f32"), [(50, 50)])
+    case = make(PLAIN_F32, [(50, 50)])
     q = case.q.reshape(50, 6, 64)
     blocks = case.step.block_table[0, :4]
     k, v = (np.concatenate(list(c[blocks].transpose(0, 2, 1, 3)))[:50] for c in (case.k, case.v))

@@ -26,6 +26,14 @@ INGOT_EXPORT void add_up(const ingot_step *step, void *const *args, int worker, 
     if (worker == step->num_seqs) for (volatile int i = 0; i < 20000; i++) {}
     dst[worker] = sum * 3 + (uint64_t)worker;
 }
+// Waits for the first of two numbers to become 1, for some seconds; sets the second if it did.
+INGOT_EXPORT void wait_for_flag(const ingot_step *step, void *const *args, int worker, int num_workers) {
+    volatile uint64_t *flag = args[0];
+    (void)step;
+    (void)num_workers;
+    for (int64_t i = 0; i < (int64_t)1 << 32 && !flag[0]; i++) {}
+    if (worker == 0) flag[1] = flag[0];
+}
 """
 
 
@@ -39,6 +47,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     library.ingot_pool_destroy.argtypes = [ctypes.c_void_p]
     library.ingot_run.argtypes = [ctypes.c_void_p, ctypes.POINTER(Step), ctypes.POINTER(Launch), ctypes.c_int,
                                   ctypes.c_int]
+    library.ingot_start.argtypes = library.ingot_run.argtypes
+    library.ingot_wait.argtypes = [ctypes.c_void_p]
     return library
 
 
@@ -57,9 +67,15 @@ class Chain:
         self.launches = (Launch * num_launches)(
             *(Launch(kernel, ctypes.addressof(self.args[i % 2])) for i in range(num_launches)))
 
-    def run(self, begin: int, end: int, tokens: int = 1, slow_worker: int = -1) -> None:
+    def run(self, begin: int, end: int, tokens: int = 1, slow_worker: int = -1, pause: float | None = None) -> None:
+        """pause: seconds between the start of the step and the wait for its end."""
         step = Step(num_tokens=tokens, num_seqs=slow_worker)
-        self.library.ingot_run(self.pool, step, self.launches, begin, end)
+        if pause is None:
+            self.library.ingot_run(self.pool, step, self.launches, begin, end)
+        else:
+            self.library.ingot_start(self.pool, step, self.launches, begin, end)
+            time.sleep(pause)
+            self.library.ingot_wait(self.pool)
         workers = np.arange(self.num_workers, dtype=np.uint64)
         for i in range(begin, end):
             source = self.expected[i % 2, : self.num_workers]
@@ -88,6 +104,29 @@ def test_parts_of_a_list_empty_ones_too(chain: Chain) -> None:
 def test_any_worker_may_be_slow(chain: Chain) -> None:
     for worker in range(chain.num_workers):
         chain.run(0, 20, slow_worker=worker)
+
+
+def test_the_end_of_a_step_may_be_waited_for_at_any_time(chain: Chain) -> None:
+    for pause in (0.0, 0.0, 0.00005, 0.002, 0.0):
+        chain.run(0, 50, pause=pause)
+        chain.run(3, 3, pause=pause)
+        chain.run(0, 50, slow_worker=0)
+    chain.library.ingot_wait(chain.pool)
+
+
+def test_others_run_while_a_step_is_waited_for(library: ctypes.CDLL) -> None:
+    """The Python lock is not held meanwhile."""
+    pool, flag = library.ingot_pool_create(1), np.zeros(2, np.uint64)
+    args = (ctypes.c_void_p * 1)(flag.ctypes.data)
+    kernel = ctypes.addressof(ctypes.c_char.in_dll(library, "wait_for_flag"))
+    launches = (Launch * 1)(Launch(kernel, ctypes.addressof(args)))
+    thread = threading.Thread(target=library.ingot_run, args=(pool, Step(), launches, 0, 1))
+    thread.start()
+    time.sleep(0.01)
+    flag[0] = 1
+    thread.join()
+    library.ingot_pool_destroy(pool)
+    assert flag[1] == 1
 
 
 def test_workers_that_have_fallen_asleep_wake_up(chain: Chain) -> None:
@@ -129,7 +168,7 @@ def test_workers_leave_signals_to_the_program(library: ctypes.CDLL) -> None:
                if line.startswith("SigBlk")]
     library.ingot_pool_destroy(pool)
     interrupt, terminate = 1 << 1, 1 << 14
-    assert len(blocked) == 2
+    assert len(blocked) == 3
     assert all(int(mask, 16) & interrupt and int(mask, 16) & terminate for mask in blocked)
 
 

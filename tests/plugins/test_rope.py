@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,18 +11,27 @@ from ingot.plugins.rope.cpu import Rope, kv_write, rope, rope_kv_write
 from ingot.plugins.rope.reference import rope as reference_rope
 from ingot.plugins.rope.reference import rope_kv_write as reference
 
-from .native import ALL_ISAS, Library, Step, aligned, placed, relative_error, to_bf16
+from .native import ALL_ISAS, Library, Step, aligned, kv_cache, kv_parts, placed, relative_error, to_bf16
 
-PLAIN = Rope(9, 3, 64, 64, 16, rotary=64)
+ELEMENTS = {"f32": np.float32, "bf16": np.uint16}
+
+
+def problem(q_heads: int, kv_heads: int, key_dim: int, value_dim: int, block_size: int, kv_dtype: str = "bf16",
+            **more: Any) -> Rope:
+    _, block_bytes = kv_parts(kv_heads, block_size, (key_dim, value_dim), ELEMENTS[kv_dtype])
+    return Rope(q_heads, kv_heads, key_dim, value_dim, block_size, block_bytes, kv_dtype, **more)
+
+
+PLAIN = problem(9, 3, 64, 64, 16, rotary=64)
 PROBLEMS = {
     "plain": PLAIN,
-    "f32": replace(PLAIN, kv_dtype="f32"),
+    "f32": problem(9, 3, 64, 64, 16, "f32", rotary=64),
     "norm": replace(PLAIN, norm=True, eps=1e-6),
     "pair_table": replace(PLAIN, table_width=32, table_stride=40),
     "interleaved": replace(PLAIN, interleaved=True),
     "interleaved_pairs": replace(PLAIN, interleaved=True, table_width=32),
-    "partial": Rope(4, 2, 80, 48, 32, "f32", rotary=20, norm=True, eps=1e-5),
-    "at_the_end": Rope(4, 4, 48, 32, 16, rotary=16, rotary_begin=32, interleaved=True),
+    "partial": problem(4, 2, 80, 48, 32, "f32", rotary=20, norm=True, eps=1e-5),
+    "at_the_end": problem(4, 4, 48, 32, 16, rotary=16, rotary_begin=32, interleaved=True),
     "merged": replace(PLAIN, q_stride=960, k_stride=960, v_stride=960, q_out_stride=960),
     "no_rope": replace(PLAIN, rotary=0, norm=True, eps=1e-6),
     "no_queries": replace(PLAIN, q_heads=0),
@@ -40,16 +50,14 @@ def normal(*shape: int, seed: int) -> np.ndarray:
     return placed(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
 
 
-def caches(problem: Rope) -> list[np.ndarray]:
-    dtype = np.float32 if problem.kv_dtype == "f32" else np.uint16
-    return [aligned((STEP.num_blocks, problem.kv_heads or 1, problem.block_size, dim), dtype)
-            for dim in (problem.key_dim, problem.value_dim)]
+def cells(block_size: int) -> tuple[np.ndarray, slice, np.ndarray]:
+    """Where the step's tokens lie in keys and values."""
+    return STEP.block_table[STEP.token_seq, STEP.positions // block_size], slice(None), STEP.positions % block_size
 
 
 def cached(cache: np.ndarray, block_size: int) -> np.ndarray:
     """What lies at the positions of the step's tokens: [T, H, D]."""
-    blocks = STEP.block_table[STEP.token_seq, STEP.positions // block_size]
-    return cache[blocks, :, STEP.positions % block_size]
+    return cache[cells(block_size)]
 
 
 def heads(rows: np.ndarray, count: int, dim: int, begin: int = 0) -> np.ndarray:
@@ -75,8 +83,11 @@ def test_equals_reference(library: Library, name: str, workers: int) -> None:
     want_q, want_k = reference(q_rows, k_rows, cos[:, table], sin[:, table], *weights, rotary=p.rotary, norm=p.norm,
                                rotary_begin=p.rotary_begin, interleaved=p.interleaved, eps=p.eps)
     want_v = heads(v, p.kv_heads, p.value_dim).copy()
-    k_cache, v_cache = caches(p)
-    library.run(rope_kv_write(p), STEP, q, k, v, cos, sin, *weights, q, k_cache, v_cache, workers=workers)
+    blocks, k_cache, v_cache = kv_cache(STEP.num_blocks, p.kv_heads, p.block_size, (p.key_dim, p.value_dim),
+                                        ELEMENTS[p.kv_dtype])
+    before = blocks.copy()
+    library.run(rope_kv_write(p), STEP, q, k, v, cos, sin, *weights, q, k_cache, v_cache, STEP.block_table,
+                workers=workers)
     assert relative_error(q_rows, want_q) < 1e-6
     if not p.kv_heads:
         return
@@ -87,10 +98,9 @@ def test_equals_reference(library: Library, name: str, workers: int) -> None:
         bits = cached(k_cache, p.block_size).astype(np.int32) - to_bf16(want_k.astype(np.float32))
         assert np.abs(bits).max() <= 1 and np.count_nonzero(bits) < bits.size / 500  # rounded the other way
         assert np.array_equal(cached(v_cache, p.block_size), to_bf16(want_v))
-    everything = k_cache.copy()
-    everything[STEP.block_table[STEP.token_seq, STEP.positions // p.block_size], :, STEP.positions % p.block_size] = 0
-    untouched = everything == 0 if p.kv_dtype == "bf16" else np.isnan(everything) | (everything == 0)
-    assert untouched.all(), "wrote elsewhere in the cache"
+    for cache in (k_cache, v_cache):
+        cache.view(np.uint16)[cells(p.block_size)] = 0x7FFF
+    assert np.array_equal(blocks, before), "wrote elsewhere in the blocks"
 
 
 def test_parts_equal_the_whole(library: Library) -> None:
@@ -99,7 +109,7 @@ def test_parts_equal_the_whole(library: Library) -> None:
     cos, sin, out = normal(STEP.num_tokens, 64, seed=7), normal(STEP.num_tokens, 64, seed=8), aligned(q.shape)
     library.run(rope(PLAIN), STEP, q, cos, sin, out, workers=2)
     assert relative_error(out.reshape(-1, 9, 64), reference_rope(q.reshape(-1, 9, 64), cos, sin, rotary=64)) < 1e-6
-    k_cache, v_cache = caches(PLAIN)
-    library.run(kv_write(PLAIN), STEP, k, v, k_cache, v_cache, workers=2)
+    _, k_cache, v_cache = kv_cache(STEP.num_blocks, 3, 16, (64, 64), np.uint16)
+    library.run(kv_write(PLAIN), STEP, k, v, k_cache, v_cache, STEP.block_table, workers=2)
     assert np.array_equal(cached(k_cache, 16).reshape(k.shape), to_bf16(k))
     assert np.array_equal(cached(v_cache, 16).reshape(v.shape), to_bf16(v))

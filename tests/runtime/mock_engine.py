@@ -21,6 +21,8 @@ from ingot.runtime.manifest import canonical_json
 
 DIM, HEADS, VOCAB_SIZE, BLOCK_SIZE = 16, 2, 258, 4
 BOS, EOS = 256, 257
+VALUE_OFFSET = 4 * BLOCK_SIZE * DIM + 64
+BLOCK_BYTES = 2 * VALUE_OFFSET  # a gap of 64 bytes behind keys and behind values
 LIMITS = {"max_batch_size": 4, "max_num_tokens": 16, "max_seq_len": 48}
 BUCKETS = (1, 4, 16)
 TEMPLATE = "{% for m in messages %}{{ m.role[0] + ':' + m.content + '|' }}{% endfor %}{{ bos_token }}a:"
@@ -52,7 +54,8 @@ def compile_code(folder: Path) -> bytes:
     """The shared object of the mock model, for this machine."""
     include = INCLUDE_DIR / "cpu"
     out = folder / "model.so"
-    sizes = f"enum {{ DIM = {DIM}, HEADS = {HEADS}, VOCAB = {VOCAB_SIZE}, BLOCK = {BLOCK_SIZE} }};\n"
+    sizes = (f"enum {{ DIM = {DIM}, HEADS = {HEADS}, VOCAB = {VOCAB_SIZE}, BLOCK = {BLOCK_SIZE},\n"
+             f"       BLOCK_BYTES = {BLOCK_BYTES} }};\n")
     kernels = sizes + Path(__file__).with_name("mock_kernels.c").read_text()
     sources = {"pool.c": (include / "pool.c").read_text(), "kernels.c": kernels}
     compile_shared(sources, host_isa(), [INCLUDE_DIR, include], out)
@@ -62,6 +65,7 @@ def compile_code(folder: Path) -> bytes:
 def bucket(tokens: int) -> dict[str, Any]:
     """One bucket of the plan. x and y have their own room: 16 tokens need 1024 bytes each."""
     x, y, logits = 0, 64 * tokens, 128 * tokens
+    cache: list[list[Any]] = [["kv", 0, "k"], ["kv", 0, "v"], ["input", "block_tables"]]
     rows = min(tokens, LIMITS["max_batch_size"])
     return {
         "tokens": tokens,
@@ -70,9 +74,9 @@ def bucket(tokens: int) -> dict[str, Any]:
         "launches": [
             {"kernel": "mock_embed", "args": [["input", "token_ids"], ["weight", "table"], ["arena", x]],
              "origin": "embed (mock.py:1)", "writes": {"x": {"arg": 2, "shape": [1, "T", DIM], "dtype": "f32"}}},
-            {"kernel": "mock_store", "args": [["arena", x], ["kv", 0, "k"], ["kv", 0, "v"]], "origin": "layers.0.attn"},
-            {"kernel": "mock_mean", "args": [["null"], ["kv", 0, "k"], ["kv", 0, "v"], ["arena", y]],
-             "origin": "layers.0.attn", "writes": {"y": {"arg": 3, "shape": ["T", DIM], "dtype": "f32"}}},
+            {"kernel": "mock_store", "args": [["arena", x], *cache], "origin": "layers.0.attn"},
+            {"kernel": "mock_mean", "args": [["null"], *cache, ["arena", y]],
+             "origin": "layers.0.attn", "writes": {"y": {"arg": 4, "shape": ["T", DIM], "dtype": "f32"}}},
             {"kernel": "mock_logits",
              "args": [["arena", y], ["weight", "head"], ["input", "logit_rows"], ["arena", logits]],
              "origin": "head", "writes": {"logits": {"arg": 3, "shape": ["L", VOCAB_SIZE], "dtype": "f32"}}},
@@ -83,8 +87,10 @@ def bucket(tokens: int) -> dict[str, Any]:
 def plan(blobs: dict[str, str]) -> dict[str, Any]:
     """blobs: weight name -> SHA-256 of its data."""
     return {
-        "version": 1, "block_size": BLOCK_SIZE,
-        "kv": [{"slot": 0, "heads": HEADS, "key_dim": DIM // HEADS, "value_dim": DIM // HEADS, "dtype": "f32"}],
+        "version": 2,
+        "kv": {"block_size": BLOCK_SIZE, "block_bytes": BLOCK_BYTES, "windows": [None], "slots": [
+            {"slot": 0, "table": 0, "heads": HEADS, "key_dim": DIM // HEADS, "value_dim": DIM // HEADS, "dtype": "f32",
+             "key_offset": 0, "value_offset": VALUE_OFFSET}]},
         "weights": {name: {"blob": blob, "size": TABLE.nbytes, "label": name} for name, blob in blobs.items()},
         "buckets": [bucket(tokens) for tokens in BUCKETS],
         "probes": {"embed": "x", "layers.0": "y"},
@@ -114,7 +120,9 @@ def manifest(**changes: Any) -> dict[str, Any]:
         "limits": LIMITS,
         "kernels": [{"name": "mock_embed", "launches": {str(tokens): 1 for tokens in BUCKETS}}],
         "memory": {"weights_bytes": 2 * TABLE.nbytes, "arena_bytes": bucket(16)["arena_bytes"],
-                   "kv_bytes_per_token": 2 * DIM * 4},
+                   "kv_block_size": BLOCK_SIZE, "kv_block_bytes": BLOCK_BYTES,
+                   "kv_tables": [{"window": None, "layers": 1}], "kv_bytes_per_token": BLOCK_BYTES // BLOCK_SIZE,
+                   "kv_bytes_per_token_beyond_windows": BLOCK_BYTES // BLOCK_SIZE},
         "toolchain": {"c_compiler": "any"},
         **changes,
     }

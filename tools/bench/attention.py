@@ -1,10 +1,11 @@
 """Speed of the attention kernels on this machine, beside its arithmetic and its memory in the same run.
 
     python -m tools.bench.attention [--isa NAME] [--workers 2] [--shape 9x3x64] [--context 512] [--generation 2000]
+                                    [--layers 30]
 
 Context: one sequence of so many tokens, causal; share of the fused multiply-adds that the cores can do at most.
-Generation: one token after so many, bfloat16 keys and values, 64 MB of them one after the other as the layers of a
-model are, so that they come from memory; GB/s of keys and values.
+Generation: one token after so many, bfloat16 keys and values; GB/s of them. A block of the cache holds all layers,
+which run one after the other, so that keys and values come from memory.
 """
 from __future__ import annotations
 
@@ -89,27 +90,33 @@ class Machine:
 
 
 def one_sequence(context: int, new: int, blocks: int) -> tuple[Step, list[np.ndarray]]:
-    """A step, and the arrays that it points to."""
+    """A step, and the arrays that it points to, the last of them its block table."""
     positions = np.arange(context - new, context, dtype=np.int32)
     table = np.random.default_rng(0).permutation(blocks).astype(np.int32)
     arrays = [positions, np.zeros(new, np.int32), np.array([0, new], np.int32), np.array([context], np.int32), table]
-    names = ("positions", "token_seq", "query_start", "context_len", "block_table")
-    pointers = {name: array.ctypes.data for name, array in zip(names, arrays, strict=True)}
+    names = ("positions", "token_seq", "query_start", "context_len")
+    pointers = {name: array.ctypes.data for name, array in zip(names, arrays, strict=False)}
     return Step(num_tokens=new, num_seqs=1, max_blocks=blocks, **pointers), arrays
 
 
-def measure(machine: Machine, problem: Attention, context: int, new: int, layers: int) -> float:
-    """Seconds of one layer."""
+def layer_bytes(p: Attention) -> int:
+    """Of one layer in a block: keys, then values of the same size, bfloat16."""
+    return p.kv_heads * _BLOCK_SIZE * (p.key_dim + p.value_dim) * 2
+
+
+def measure(machine: Machine, problem: Attention, context: int, new: int) -> float:
+    """Seconds of one of the layers that lie in a block."""
     p, rng = problem, np.random.default_rng(0)
+    layers = p.block_bytes // layer_bytes(p)
     blocks = -(-context // _BLOCK_SIZE)
     step, alive = one_sequence(context, new, blocks)
     q, out = (rng.normal(size=(new, p.q_heads, dim)).astype(np.float32) for dim in (p.key_dim, p.value_dim))
     scratch = np.empty(scratch_bytes(p, new, 1), np.uint8)
-    k, v = (rng.integers(0x3E80, 0x3F80, (layers, blocks, p.kv_heads, _BLOCK_SIZE, dim), dtype=np.uint16)
-            for dim in (p.key_dim, p.value_dim))
+    cache = rng.integers(0x3E80, 0x3F80, (blocks, layers, 2, layer_bytes(p) // 4), dtype=np.uint16)
     launches: list[tuple[CpuKernel, list[np.ndarray | None]]] = []
     for i in range(layers):
-        launches += [(attention(p), [q, k[i], v[i], None, scratch, out]), (attention_combine(p), [scratch, None, out])]
+        launches += [(attention(p), [q, cache[:, i, 0], cache[:, i, 1], alive[-1], None, scratch, out]),
+                     (attention_combine(p), [scratch, None, out])]
     seconds = machine.seconds(step, launches) / layers
     del alive
     return seconds
@@ -122,9 +129,11 @@ def main() -> None:
     parser.add_argument("--shape", nargs="*", default=["9x3x64", "32x8x128", "4x1x256"], help="Hq x Hkv x D")
     parser.add_argument("--context", nargs="*", type=int, default=[512])
     parser.add_argument("--generation", nargs="*", type=int, default=[2000])
+    parser.add_argument("--layers", type=int, default=30)
     options = parser.parse_args()
     shapes = [tuple(map(int, shape.split("x"))) for shape in options.shape]
-    problems = [Attention(hq, hkv, dim, dim, _BLOCK_SIZE, dim ** -0.5) for hq, hkv, dim in shapes]
+    problems = [Attention(hq, hkv, dim, dim, _BLOCK_SIZE, options.layers * hkv * _BLOCK_SIZE * dim * 4, dim ** -0.5)
+                for hq, hkv, dim in shapes]
     kernels = [kernel(p) for p in problems for kernel in (attention, attention_combine)]
     with tempfile.TemporaryDirectory() as folder:
         machine = Machine([*kernels, _MULTIPLY_ADD, _LANES, _READ], options.isa, options.workers, folder)
@@ -134,13 +143,13 @@ def main() -> None:
         for p in problems:
             name = f"{p.q_heads}x{p.kv_heads}x{p.key_dim}"
             for context in options.context:
-                seconds = measure(machine, p, context, context, 1)
+                seconds = measure(machine, p, context, context)
                 done = context * (context + 1) / 2 * p.q_heads * (p.key_dim + p.value_dim)
                 print(f"context    {name:9} {context:5} tokens {seconds * 1e6:9.1f} us {2 * done / seconds / 1e9:7.1f} "
                       f"GFLOP/s {done / seconds / peak:4.0%} of peak", flush=True)
             for context in options.generation:
                 size = context * p.kv_heads * (p.key_dim + p.value_dim) * 2
-                seconds = measure(machine, p, context, 1, max(1, _COLD_BYTES // size))
+                seconds = measure(machine, p, context, 1)
                 print(f"generation {name:9} {context:5} tokens {seconds * 1e6:9.1f} us {size / seconds / 1e9:7.1f} "
                       f"GB/s    {size / seconds / read:4.0%} of read", flush=True)
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ingot.compiler.cpu.emitters import EMITTERS
-from ingot.compiler.cpu.generate import kv_slots
 from ingot.compiler.cpu.lower import Lowering
 from ingot.compiler.cpu.weights import WeightTable
 from ingot.compiler.fusion.fuse import fuse_loops
@@ -16,12 +15,14 @@ from ingot.compiler.ir.interpret import run
 from ingot.compiler.ir.types import concrete
 from ingot.compiler.ir.verify import verify
 from ingot.compiler.passes.strided import accepts_strided
+from ingot.compiler.plan.kv_cache import KvCache, plan_kv_cache
 from ingot.compiler.plan.plan import Arg, Bucket
 from ingot.plugins.kernel import CpuKernel
 from tests.compiler.graphs import Builder, Weights, compare, random_inputs
 from tests.plugins.native import Library, Step, aligned, placed
 
 MAX_SEQS = 2
+MAX_SEQ_LEN = 64
 BLOCK_SIZE = 16
 
 
@@ -33,6 +34,7 @@ class Lowered:
     build: Callable[[Builder], str | list[str]]
     tokens: tuple[int, ...] = (1, 3, 16)
     graph: Graph = field(init=False)
+    kv: KvCache = field(init=False)
     weights: WeightTable = field(default_factory=WeightTable)
     buckets: dict[int, Bucket] = field(default_factory=dict)
     kernels: dict[str, CpuKernel] = field(default_factory=dict)
@@ -44,10 +46,11 @@ class Lowered:
                                        accepts_strided))
 
     def lower(self, isa: str) -> list[CpuKernel]:
-        limits = {"max_batch_size": MAX_SEQS, "max_num_tokens": max(self.tokens), "max_seq_len": 64}
+        limits = {"max_batch_size": MAX_SEQS, "max_num_tokens": max(self.tokens), "max_seq_len": MAX_SEQ_LEN}
+        self.kv = plan_kv_cache(self.graph, BLOCK_SIZE, MAX_SEQ_LEN)
         for tokens in self.tokens:
             bindings = {"T": tokens, "L": min(tokens, MAX_SEQS)}
-            lowering = Lowering(self.graph, isa, tokens, bindings, limits, self.weights, BLOCK_SIZE, EMITTERS)
+            lowering = Lowering(self.graph, isa, tokens, bindings, limits, self.weights, self.kv, EMITTERS)
             self.buckets[tokens] = lowering.run()
             self.kernels.update(lowering.kernels)
         return list(self.kernels.values())
@@ -62,11 +65,16 @@ class Lowered:
             blob = weight.make(source)
             blobs[weight.name] = placed(np.concatenate([blob, np.zeros(64, np.uint8)]))
         arena = aligned((bucket.arena_bytes // 4 + 16,))
-        kv = {(str(slot.slot), part): aligned((step.num_blocks, slot.heads, BLOCK_SIZE, width), dtype, fill)
-              for slot in kv_slots(self.graph)
-              for part, width in (("k", slot.key_dim), ("v", slot.value_dim))
-              for dtype, fill in [(np.float32, np.nan) if slot.dtype == "f32" else (np.uint16, 0)]}
-        given = {name: placed(array) for name, array in inputs.items()}
+        # Blocks of the tables are neighbours, so that one read through another's table is wrong.
+        num_tables, num_blocks = len(self.kv.windows), -(-tokens // BLOCK_SIZE)
+        blocks = aligned((step.num_blocks * num_tables * self.kv.block_bytes // 4 + 16,)).view(np.uint8)
+        tables = np.full((num_tables, MAX_SEQS, MAX_SEQ_LEN // BLOCK_SIZE), -1, np.int32)
+        for table in range(num_tables):
+            tables[table, 0, :num_blocks] = step.block_table[0, :num_blocks] * num_tables + table
+        step.block_table = tables[0]  # its row length
+        parts = {(str(slot.slot), part): blocks[offset:] for slot in self.kv.slots
+                 for part, offset in (("k", slot.key_offset), ("v", slot.value_offset))}
+        given = {name: placed(array) for name, array in {**inputs, "block_tables": tables}.items()}
         bytes_ = arena.view(np.uint8).reshape(-1)
 
         def pointer(arg: Arg) -> np.ndarray | None:
@@ -76,9 +84,9 @@ class Lowered:
                 case "weight":
                     return blobs[arg.name][arg.offset:]
                 case "kv":
-                    return kv[arg.name, arg.part]
+                    return parts[arg.name, arg.part]
                 case "input":
-                    return given[arg.name]
+                    return given[arg.name].reshape(-1).view(np.uint8)[arg.offset:]
             return None
 
         for launch in bucket.launches:

@@ -12,6 +12,7 @@ from ingot.compiler.errors import CannotCompile
 from ingot.compiler.ir.graph import Graph, Node
 from ingot.compiler.ir.types import DType, concrete
 from ingot.compiler.passes.pipeline import cpu_pipeline, run_passes
+from ingot.compiler.plan.kv_cache import plan_kv_cache
 from ingot.compiler.plan.memory import ALIGNMENT
 from ingot.compiler.plan.plan import Arg, Bucket
 from ingot.compiler.precision import PRECISIONS
@@ -37,7 +38,8 @@ class Traced(Lowering):
 
 def lowered(graph: Graph, tokens: int) -> tuple[Traced, Bucket]:
     bindings = {"T": tokens, "L": min(tokens, LIMITS["max_batch_size"])}
-    lowering = Traced(graph, "x86-64-v3", tokens, bindings, LIMITS, WeightTable(), 16, EMITTERS)
+    kv = plan_kv_cache(graph, 16, LIMITS["max_seq_len"])
+    lowering = Traced(graph, "x86-64-v3", tokens, bindings, LIMITS, WeightTable(), kv, EMITTERS)
     return lowering, lowering.run()
 
 
@@ -209,6 +211,20 @@ def test_what_a_launch_reads_in_another_order_is_not_taken_over() -> None:
     lowering, bucket = lowered(graph, 4)
     Replay(lowering, bucket).run()
     assert lowering.places[q] != lowering.places[row]
+
+
+def test_attention_reads_and_writes_through_the_table_of_its_layer() -> None:
+    """Of 4 sequences of 4 blocks of 4 bytes."""
+    b, outputs = Builder(), []
+    for number, window in enumerate((8, 0, 8)):
+        q, k, v = (b.x(f"{name}{number}", "T", 2, 8) for name in ("query", "key", "value"))
+        cached = b.add("kv_write", [k, v], slot=number, dtype=DType.F32)
+        outputs.append(b.op("attention", q, *cached, slot=number, scale=1.0, window=window))
+    _, bucket = lowered(b.made(*outputs), 4)
+    found = [[arg.to_json(bucket.offsets) for arg in launch.args if arg.kind in ("kv", "input")][-3:]
+             for launch in bucket.launches if not launch.kernel.startswith("attention_combine")]
+    assert found == [[["kv", slot, "k"], ["kv", slot, "v"], ["input", "block_tables", *offset]]
+                     for slot, offset in ((0, [64]), (1, []), (2, [128])) for _ in range(2)]
 
 
 def test_the_scratch_of_attention_lives_over_both_of_its_launches() -> None:

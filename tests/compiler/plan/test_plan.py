@@ -3,7 +3,8 @@ from __future__ import annotations
 
 import json
 
-from ingot.compiler.plan.plan import NULL, Arg, Bucket, KvSlot, Launch, Output, Plan, Weight, Write
+from ingot.compiler.plan.kv_cache import KvCache, KvSlot
+from ingot.compiler.plan.plan import NULL, Arg, Bucket, Launch, Output, Plan, Weight, Write
 
 
 def test_arguments_are_bound_to_places() -> None:
@@ -13,6 +14,7 @@ def test_arguments_are_bound_to_places() -> None:
     assert Arg("weight", "w0", 64).to_json({}) == ["weight", "w0", 64]
     assert Arg("kv", "3", 0, "v").to_json({}) == ["kv", 3, "v"]
     assert Arg("input", "positions").to_json({}) == ["input", "positions"]
+    assert Arg("input", "block_tables", 256).to_json({}) == ["input", "block_tables", 256]
     assert NULL.to_json({}) == ["null"]
 
 
@@ -20,11 +22,13 @@ def test_plan_json() -> None:
     launch = Launch("norm", (Arg("value", "x"), Arg("weight", "w0"), NULL, Arg("value", "y")), "model.norm", ("x", "y"),
                     {"y": Write(3, ("L", 8), "f32")})
     bucket = Bucket(4, (launch, Launch("last", ())), {"x": 0, "y": 64}, 128, 128, 160, {"logits": Output(64, 8, "f32")})
-    slot = KvSlot(0, 2, 16, 8, "bf16")
-    plan = Plan(16, (slot,), {"w0": Weight("ab" * 32, 32, "norm")}, (bucket,), {"model.norm": "y"})
+    kv = KvCache(16, 2048, (None, 512), (KvSlot(0, 2, 16, 8, "bf16", 1, 0, 1024),))
+    plan = Plan(kv, {"w0": Weight("ab" * 32, 32, "norm")}, (bucket,), {"model.norm": "y"})
     assert json.loads(json.dumps(plan.to_json())) == {
-        "version": 1, "block_size": 16,
-        "kv": [{"slot": 0, "heads": 2, "key_dim": 16, "value_dim": 8, "dtype": "bf16"}],
+        "version": 2,
+        "kv": {"block_size": 16, "block_bytes": 2048, "windows": [None, 512], "slots": [
+            {"slot": 0, "heads": 2, "key_dim": 16, "value_dim": 8, "dtype": "bf16", "table": 1, "key_offset": 0,
+             "value_offset": 1024}]},
         "weights": {"w0": {"blob": "ab" * 32, "size": 32, "label": "norm"}},
         "buckets": [{
             "tokens": 4, "arena_bytes": 128, "outputs": {"logits": {"offset": 64, "width": 8, "dtype": "f32"}},
@@ -33,5 +37,3 @@ def test_plan_json() -> None:
                  "origin": "model.norm", "writes": {"y": {"arg": 3, "shape": ["L", 8], "dtype": "f32"}}},
                 {"kernel": "last", "args": []}]}],
         "probes": {"model.norm": "y"}}
-    assert plan.kv_bytes_per_token == slot.bytes_per_token == 2 * (16 + 8) * 2
-    assert KvSlot(0, 2, 16, 8, "f32").bytes_per_token == 192

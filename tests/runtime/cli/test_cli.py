@@ -36,7 +36,7 @@ def test_generate_prints_the_answer(capsys: pytest.CaptureFixture[str], mock_pat
     # The engine has a chat template, so that the prompt is a message: u:Hi|<s>a:
     assert facts["num_prompt_tokens"] == 8
     assert facts["num_tokens"] == len(facts["token_ids"]) == 8
-    assert facts["memory"]["kv_used_bytes"] == 16 * 128
+    assert facts["memory"]["kv_used_bytes"] == 16 * 160
 
 
 def test_generate_raw_and_sampled(capsys: pytest.CaptureFixture[str], mock_path: Path) -> None:
@@ -78,6 +78,21 @@ def test_inspect(capsys: pytest.CaptureFixture[str], mock_path: Path) -> None:
     assert "runs on this machine" in run(capsys, "inspect", mock_path)[1]
 
 
+def test_inspect_tells_the_kv_of_long_and_of_short_sequences(
+    capsys: pytest.CaptureFixture[str], mock_code: bytes, tmp_path: Path,
+) -> None:
+    memory = {"kv_block_size": 4, "kv_block_bytes": 1000, "kv_bytes_per_token": 750,
+              "kv_bytes_per_token_beyond_windows": 250,
+              "kv_tables": [{"window": window, "layers": 1} for window in (None, 10, 10)]}
+    path = write_engine(tmp_path / "x.engine", mock_code, memory=memory)
+    facts = run_json(capsys, "inspect", path, "--json")
+    assert facts["kv_bytes_of_longest_sequence"] == 1000 * (12 + 4 + 4)  # 48 tokens; 10 may touch 4 blocks
+    assert facts["longest_sequences_that_fit_here"] * 20000 <= facts["kv_tokens_that_fit_here"] * 750
+    text = " ".join(run(capsys, "inspect", path)[1].split())
+    assert ("blocks of 4 tokens, 1.000 kB, in 3 tables (1 × all tokens, 2 × window of 10 tokens); a token takes 750 B, "
+            "beyond the windows 250 B; the longest sequence 20.00 kB") in text
+
+
 def test_inspect_of_an_engine_for_another_machine(
     capsys: pytest.CaptureFixture[str], mock_code: bytes, tmp_path: Path,
 ) -> None:
@@ -93,7 +108,8 @@ def test_inspect_views(capsys: pytest.CaptureFixture[str], mock_path: Path) -> N
     assert layers[1]["launches"] == {"1": 2, "16": 2}
     assert layers[2]["weights"] == [{"label": "head", "size": 16512}]
     memory = run_json(capsys, "inspect", mock_path, "--memory", "--json")
-    assert memory["kv"] == [{"slots": 1, "heads": 2, "key_dim": 8, "value_dim": 8, "dtype": "f32"}]
+    assert memory["kv"] == [{"table": 0, "window": None, "layers": 1, "heads": 2, "key_dim": 8, "value_dim": 8,
+                             "dtype": "f32"}]
     assert [entry["arena_bytes"] for entry in memory["buckets"]] == [128 + 1032, 512 + 4128, 2048 + 4128]
     for view, expected in (("--layers", "layers.0"), ("--kernels", "mock_embed"), ("--memory", "16.51 kB")):
         status, out, _ = run(capsys, "inspect", mock_path, view)

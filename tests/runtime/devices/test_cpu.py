@@ -47,6 +47,70 @@ def test_context_in_chunks_and_two_sequences(mock_path: Path, num_workers: int) 
     program.close()
 
 
+def test_one_set_of_inputs_is_filled_while_the_other_runs(mock_path: Path) -> None:
+    program, other = load(mock_path), TOKENS[::-1]
+    for position in range(len(TOKENS)):
+        first, second = program.inputs
+        for inputs, tokens, blocks in ((first, TOKENS, [9, 2, 14]), (second, other, [0, 15, 1])):
+            if inputs is second:
+                program.launch(first)
+            inputs.clear()
+            inputs.add(tokens[position : position + 1], position, [blocks], 1)
+        for inputs, tokens in ((first, TOKENS), (second, other)):
+            if inputs is second:
+                program.launch(second)
+            program.wait()
+            expected = reference_logits(tokens)[position]
+            np.testing.assert_allclose(program.logits()[0], expected, rtol=1e-4, atol=1e-5)
+    program.close()
+
+
+def test_one_step_at_a_time(mock_path: Path) -> None:
+    program = load(mock_path)
+    program.inputs[0].add(TOKENS, 0, [[0, 1, 2]], 1)
+    for call in (program.wait, program.logits):
+        with pytest.raises(AssertionError, match="no step"):
+            call()
+    program.launch(program.inputs[0])
+    for call in (lambda: program.launch(program.inputs[0]), program.logits):
+        with pytest.raises(AssertionError, match="in flight"):
+            call()
+    program.close()  # waits for the step
+    with pytest.raises(AssertionError, match="closed"):
+        program.launch(program.inputs[0])
+
+
+def test_copies_of_blocks(mock_path: Path) -> None:
+    """From device to host, back, and on the device; in order, after the step that is in flight."""
+    engine = EngineFile.open(mock_path)
+    program = load_program(engine, 64, 2, host_kv_tokens=8)
+    assert isinstance(program, CpuProgram)
+    assert (program.num_blocks, program.num_host_blocks, program.block_bytes) == (16, 2, 640)
+    inputs = program.inputs[0]
+    inputs.add(TOKENS[:8], 0, [[0, 1]], 1)
+    program.launch(inputs)
+    program.copy_blocks([(0, 16), (1, 17), (16, 5)])
+    program.copy_blocks([(17, 6)])
+    program.wait()
+    for tokens, blocks in ((TOKENS[::-1][:8], [0, 1]), ([], [])):
+        inputs.clear()
+        if tokens:  # what lay in the blocks is gone
+            inputs.add(tokens, 0, [blocks], 0)
+        inputs.add(TOKENS[8:], 8, [[5, 6, 7]], 3)
+        logits = step_logits(program, inputs)
+        np.testing.assert_allclose(logits, reference_logits(TOKENS)[8:], rtol=1e-4, atol=1e-5)
+    program.copy_blocks([(6, 3), (16, 2)])
+    values = program.trace(inputs, {"y"})
+    np.testing.assert_allclose(values["y"], reference_means(TOKENS)[8:], rtol=1e-4, atol=1e-5)
+    inputs.clear()
+    inputs.add(TOKENS[8:], 8, [[2, 3, 8]], 1)
+    np.testing.assert_allclose(step_logits(program, inputs)[0], reference_logits(TOKENS)[-1], rtol=1e-4, atol=1e-5)
+    for pair in ((0, 18), (18, 0), (-1, 0), (0, -1)):
+        with pytest.raises(AssertionError):
+            program.copy_blocks([(0, 0), pair])
+    program.close()
+
+
 def test_the_smallest_bucket_that_fits_runs(mock_code: bytes, tmp_path: Path) -> None:
     def mark(plan: dict[str, Any]) -> None:
         # Only the bucket of 4 tokens computes logits; those of others stay as they are, zero.
@@ -94,7 +158,7 @@ def test_two_engines_side_by_side(mock_path: Path, mock_code: bytes, tmp_path: P
 def test_close_ends_the_threads(mock_path: Path) -> None:
     before = len(os.listdir("/proc/self/task"))
     program = load(mock_path, num_workers=4)
-    assert len(os.listdir("/proc/self/task")) == before + 3
+    assert len(os.listdir("/proc/self/task")) == before + 4
     program.close()
     assert len(os.listdir("/proc/self/task")) == before
 
@@ -114,16 +178,25 @@ _ARG = ("buckets", 1, "launches", 0, "args", 1)
 
 
 @pytest.mark.parametrize(("edit", "message"), [
-    (_set("version", 2), "plan version 2"),
-    (_set("kv", 0, "dtype", "f8"), "f8"),
-    (_set("kv", 0, "heads", 0), "heads: expected at least 1, got 0"),
-    (_set("kv", {}), "kv: expected list"),
+    (_set("kv", []), "plan: kv: expected dict"),
+    (_set("kv", "windows", [None, 0]), r"windows: \[None, 0\]; expected a number of tokens or null"),
+    (_set("kv", "windows", []), "windows"),
+    (_set("kv", "block_size", 0), "block_size: expected at least 1, got 0"),
+    (_set("kv", "slots", {}), "slots: expected list"),
+    (_set("kv", "slots", 0, "dtype", "f8"), "f8"),
+    (_set("kv", "slots", 0, "heads", 0), "heads: expected at least 1, got 0"),
+    (_set("kv", "slots", 0, "table", 1), r"slots\[0\]: table 1; there are 1"),
+    (_set("kv", "slots", 0, "value_offset", 448), "256 bytes at value_offset 448 do not fit a block of 640"),
+    (_set("kv", "slots", 0, "value_offset", 321), "aligned to 64"),
+    (_set("kv", "slots", 0, "value_offset", -64), "value_offset -64"),
+    (_set("kv", "slots", 0, "value_offset", 192), "two overlap at byte 192 of a block of table 0"),
     (_set("weights", "table", "size", 1), "expected 1"),
     (_set("weights", "table", "blob", "a" * 64), "no member"),
     (_set("buckets", []), "buckets"),
     (_set("buckets", 2, "tokens", 15), "up to 16"),
     (_set("buckets", 1, "launches", 0, "kernel", "nothing"), "no kernel nothing"),
     (_set("buckets", 1, "outputs", {}), "logits: expected dict"),
+    (_set("buckets", 1, "outputs", "logits", "width", 200), r"different widths: \[200, 258\]"),
     (_set("buckets", 1, "outputs", "logits", "offset", 1 << 20), "do not fit the arena"),
     (_set("buckets", 1, "outputs", "logits", "dtype", "f16"), "'f16'"),
     (_set(*_ARG, ["arena", 1 << 20]), "outside"),
@@ -133,6 +206,7 @@ _ARG = ("buckets", 1, "launches", 0, "args", 1)
     (_set(*_ARG, ["kv", 1, "k"]), "points to nothing"),
     (_set(*_ARG, ["kv", 0, "q"]), "points to nothing"),
     (_set(*_ARG, ["input", "num_tokens"]), "inputs are"),
+    (_set(*_ARG, ["input", "block_tables", 4 * 4 * 12]), "outside its 192 bytes"),
     (_set(*_ARG, ["elsewhere"]), "expected arena"),
     (_set(*_ARG, []), "points to nothing"),
 ])  # fmt: skip
@@ -143,6 +217,16 @@ def test_a_wrong_plan_is_refused(mock_code: bytes, tmp_path: Path, edit: Any, me
         load(path)
     assert str(caught.value).startswith(f"{path}: ")
     assert len(os.listdir("/proc/self/task")) == threads
+
+
+def test_an_engine_of_another_version_is_refused(mock_code: bytes, tmp_path: Path) -> None:
+    path = write_engine(tmp_path / "old.engine", mock_code, edit_plan=_set("version", 1))
+    with pytest.raises(EngineMismatch, match=r"built by Ingot 0\.1\.0 for another version of the runtime: its plan has "
+                       r"version 1, this runtime reads 2\.\n  Build it again: ingot build mock --target cpu"):
+        load(path)
+    stale = bytes(mock_code).replace(b"ingot_start", b"ingot_begin")
+    with pytest.raises(EngineFormatError, match="no symbol ingot_start"):
+        load(write_engine(tmp_path / "stale.engine", stale))
 
 
 def test_engine_for_another_cpu(mock_code: bytes, tmp_path: Path) -> None:
@@ -175,10 +259,12 @@ def test_code_that_is_none(tmp_path: Path) -> None:
     ({"num_workers": 5000}, "num_workers is 5000"),
     ({"kv_cache_tokens": 0}, "kv_cache_tokens is 0"),
     ({"kv_cache_tokens": 1 << 50}, "no memory for a KV cache"),
+    ({"host_kv_tokens": -1}, "host_kv_tokens -1"),
+    ({"host_kv_tokens": 1 << 50}, "no memory for .* of KV on the host"),
 ])  # fmt: skip
 def test_wrong_arguments(mock_path: Path, arguments: dict[str, int], message: str) -> None:
     with pytest.raises(IngotError, match=message) as caught:
-        load(mock_path, **arguments)
+        load_program(EngineFile.open(mock_path), **{"kv_cache_tokens": 64, **arguments})
     assert isinstance(caught.value, RequestError) or "memory" in message
 
 
