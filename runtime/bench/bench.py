@@ -24,7 +24,7 @@ from .workload import Session, Workload
 
 # The warm-up's sessions are others: what it leaves in the cache is of no use to those that are measured.
 _MEASURED, _WARM_UP = 0, 1
-_KV_PERIOD_S = 0.5
+_KV_PERIOD_S = 0.2
 _KV_USAGE = "ingot_kv_cache_usage_ratio"
 
 

@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from .grpc_errors import InvalidField
+from .metrics_text import render
 from .proto import control_pb2 as pb
 from .tokenizer_archive import tokenizer_archive
 from .versions import runtime_version
@@ -65,6 +66,9 @@ class Control:
                                         miss_tokens=dict(kv.miss_tokens), evicted_blocks=kv.evicted_blocks),
             queue_time=_duration(recorder.queue_time), inter_token_latency=_duration(recorder.inter_token_latency),
             time_to_first_token={use: _duration(each) for use, each in recorder.time_to_first_token.items()})
+
+    async def GetMetrics(self, request: pb.GetMetricsRequest, call: Call) -> pb.Metrics:
+        return pb.Metrics(text=render(self._context))
 
 
 def _duration(histogram: Histogram) -> pb.Duration:

@@ -61,7 +61,7 @@ def _requests(context: ServerContext) -> Iterator[Family]:
     yield Family("ingot_requests_waiting", "gauge", "Requests that were never admitted", _one(stats.num_waiting))
     yield Family("ingot_requests_paused", "gauge", "Requests that lost their KV blocks and wait to go on",
                  _one(stats.num_paused))
-    yield Family("ingot_requests_received_total", "counter", "Requests, refused ones included",
+    yield Family("ingot_requests_received_total", "counter", "Requests that were taken; refused ones are counted apart",
                  _one(recorder.requests_received))
     yield Family("ingot_requests_finished_total", "counter", "Answers that ended, by reason",
                  _labelled("reason", recorder.requests_finished, ("stop", "length", "cancelled", "timeout", "error")))
@@ -86,7 +86,7 @@ def _latencies(context: ServerContext) -> Iterator[Family]:
 
 def _tokens(context: ServerContext) -> Iterator[Family]:
     recorder = context.engine.recorder
-    yield Family("ingot_prompt_tokens_total", "counter", "Tokens of prompts that were admitted",
+    yield Family("ingot_prompt_tokens_total", "counter", "Tokens of prompts, once for each of their answers",
                  _one(recorder.prompt_tokens))
     yield Family("ingot_prompt_tokens_cached_total", "counter", "Those of them whose KV was in the cache",
                  _one(recorder.cached_prompt_tokens))

@@ -158,6 +158,16 @@ class Statistics(_message.Message):
     time_to_first_token: _containers.MessageMap[str, Duration]
     def __init__(self, health: _Optional[_Union[Statistics.Health, str]] = ..., uptime_s: _Optional[float] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_paused: _Optional[int] = ..., num_used_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_used_host_blocks: _Optional[int] = ..., requests_received: _Optional[int] = ..., requests_finished: _Optional[_Mapping[str, int]] = ..., requests_refused: _Optional[_Mapping[str, int]] = ..., requests_paused: _Optional[int] = ..., steps: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., prefix_cache: _Optional[_Union[PrefixCache, _Mapping]] = ..., queue_time: _Optional[_Union[Duration, _Mapping]] = ..., inter_token_latency: _Optional[_Union[Duration, _Mapping]] = ..., time_to_first_token: _Optional[_Mapping[str, Duration]] = ...) -> None: ...
 
+class GetMetricsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Metrics(_message.Message):
+    __slots__ = ("text",)
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    def __init__(self, text: _Optional[str] = ...) -> None: ...
+
 class PrefixCache(_message.Message):
     __slots__ = ("query_tokens", "hit_tokens", "miss_tokens", "evicted_blocks")
     class MissTokensEntry(_message.Message):

@@ -49,6 +49,11 @@ class ControlStub(object):
                 request_serializer=ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.GetStatisticsRequest.SerializeToString,
                 response_deserializer=ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.Statistics.FromString,
                 _registered_method=True)
+        self.GetMetrics = channel.unary_unary(
+                '/ingot.v1.Control/GetMetrics',
+                request_serializer=ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.GetMetricsRequest.SerializeToString,
+                response_deserializer=ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.Metrics.FromString,
+                _registered_method=True)
 
 
 class ControlServicer(object):
@@ -76,6 +81,13 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetMetrics(self, request, context):
+        """All metrics as /metrics of the HTTP server has them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -93,6 +105,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.GetStatistics,
                     request_deserializer=ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.GetStatisticsRequest.FromString,
                     response_serializer=ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.Statistics.SerializeToString,
+            ),
+            'GetMetrics': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetMetrics,
+                    request_deserializer=ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.GetMetricsRequest.FromString,
+                    response_serializer=ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.Metrics.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -176,6 +193,33 @@ class Control(object):
             '/ingot.v1.Control/GetStatistics',
             ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.GetStatisticsRequest.SerializeToString,
             ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.Statistics.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetMetrics(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ingot.v1.Control/GetMetrics',
+            ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.GetMetricsRequest.SerializeToString,
+            ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.Metrics.FromString,
             options,
             channel_credentials,
             insecure,

@@ -118,7 +118,14 @@ class ScriptedRunner:
 @contextmanager
 def http(folder: Path, runner: ScriptedRunner, settings: ServerSettings = ServerSettings(),  # noqa: B008 (immutable)
          with_tokenizer: bool = True, grace_s: float = 0) -> Iterator[str]:
-    """An HTTP server around `runner` on a thread of its own; host:port. It is stopped with this grace."""
+    """An HTTP server around `runner`; host:port. It is stopped with this grace."""
+    with running(lambda: start_at(folder, runner, "127.0.0.1:0", settings, with_tokenizer), grace_s) as address:
+        yield address
+
+
+@contextmanager
+def running(start: Callable[[], Coroutine[Any, Any, http_server.HttpServer]], grace_s: float = 0) -> Iterator[str]:
+    """A server on a thread of its own; host:port."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
@@ -127,7 +134,7 @@ def http(folder: Path, runner: ScriptedRunner, settings: ServerSettings = Server
         return asyncio.run_coroutine_threadsafe(coroutine, loop).result(30)
 
     try:
-        server = run(start_at(folder, runner, "127.0.0.1:0", settings, with_tokenizer))
+        server = run(start())
         try:
             yield server.address
         finally:
