@@ -40,6 +40,7 @@ class Replica:
 
     address: str
     executor: Executor
+    context: ServerContext
     server: GrpcServer
     run: Callable[[Coroutine[Any, Any, Any]], Any]
 
@@ -75,16 +76,16 @@ def replica(folder: Path, *, settings: ServerSettings = ServerSettings(), limits
     def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, loop).result(30)
 
-    async def start(file: EngineFile) -> GrpcServer:
+    async def start(file: EngineFile) -> tuple[ServerContext, GrpcServer]:
         context = ServerContext(AsyncEngine(executor), file, tokenizer() if with_tokenizer else None, limits,
                                 VOCAB_SIZE, frozenset({EOS}), MODEL, settings)
-        return await grpc_server.start(context, "127.0.0.1:0")
+        return context, await grpc_server.start(context, "127.0.0.1:0")
 
     try:
         with EngineFile.open(path) as file:
-            server = run(start(file))
+            context, server = run(start(file))
             try:
-                yield Replica(server.address, executor, server, run)
+                yield Replica(server.address, executor, context, server, run)
             finally:
                 run(server.stop(0))
     finally:

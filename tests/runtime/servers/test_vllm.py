@@ -68,7 +68,7 @@ def test_a_text_is_tokenized_here(stub: Any) -> None:
 def test_a_prompt_may_be_cut_from_the_left(stub: Any) -> None:
     (response,) = stub.Generate(ask(prompt=list(range(60, 100)), truncate_prompt_tokens=7))
     assert response.complete.prompt_tokens == 7
-    assert list(response.complete.output_ids)[0] == answer_to(list(range(93, 100)), 1)[0]
+    assert response.complete.output_ids[0] == answer_to(list(range(93, 100)), 1)[0]
     (response,) = stub.Generate(ask(prompt=[65] * 1000, truncate_prompt_tokens=-1))
     assert response.complete.prompt_tokens == LIMITS.max_seq_len - 1
 
