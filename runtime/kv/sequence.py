@@ -19,6 +19,9 @@ class CacheKey(NamedTuple):
     lora: int | None = None
 
 
+DEFAULT_KEY = CacheKey()
+
+
 @dataclass(frozen=True)
 class RetentionRange:
     """How long to keep the KV of the prompt tokens begin <= position < end (None: to the prompt's end).
@@ -80,7 +83,7 @@ class KvSequence:
         "publishes", "retention", "root", "tables", "tail", "tokens",
     )  # fmt: skip
 
-    def __init__(self, tokens: list[int], key: CacheKey = CacheKey(), retention: Sequence[RetentionRange] = (),
+    def __init__(self, tokens: list[int], key: CacheKey = DEFAULT_KEY, retention: Sequence[RetentionRange] = (),
                  decode_priority: int = DEFAULT_PRIORITY, decode_duration_s: float | None = None) -> None:
         self.tokens = tokens
         self.num_prompt = len(tokens)
@@ -97,7 +100,7 @@ class KvSequence:
         self.is_active = False
         self.counted = False  # its look-up has been counted
         self.num_known = 0  # len(tokens) at acquire: what is surely going to be computed
-        self.next_advance = 0  # below this num_computed, advance has nothing to do
+        self.next_advance: float = 0  # below this num_computed, advance has nothing to do
         self.chunks: list[tuple[int, ...]] = []  # tokens by whole blocks, made as they are needed
         self.root: Node | None = None
         self.path: list[Node] = []  # nodes of the published blocks, from the first on
