@@ -3,15 +3,16 @@ from __future__ import annotations
 
 import os
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ingot.plugins.kernel import INCLUDE_DIR, CpuKernel, translation_unit
+from ingot.plugins.sampling.cpu import sampling
 
 from ..ir.graph import Graph
 from ..plan.kv_cache import KvCache, plan_kv_cache
-from ..plan.plan import Bucket, Plan, Weight
+from ..plan.plan import Bucket, Launch, Plan, Weight
 from .emitters import EMITTERS
 from .isa import ISAS
 from .lower import Lowering
@@ -88,16 +89,20 @@ def token_buckets(max_num_tokens: int) -> list[int]:
 
 
 def generate(graph: Graph, isa: str, limits: dict[str, int], block_size: int) -> CpuProgram:
-    """Lower the graph for every token bucket."""
+    """Lower the graph for every token bucket; behind the logits each chooses the tokens."""
     weights, kernels, buckets = WeightTable(), {}, []
+    logits = graph.outputs[0]
+    vocab = int(graph.types[logits].shape[-1])
+    choosing = sampling(vocab)
     kv = plan_kv_cache(graph, block_size, limits["max_seq_len"])
     for tokens in token_buckets(limits["max_num_tokens"]):
         bindings = {"T": tokens, "L": min(tokens, limits["max_batch_size"])}
         lowering = Lowering(graph, isa, tokens, bindings, limits, weights, kv, EMITTERS)
-        buckets.append(lowering.run())
+        bucket = lowering.run()
+        launches = tuple(Launch(kernel.symbol, (lowering.arg(logits),), "sampling") for kernel in choosing)
+        buckets.append(replace(bucket, launches=bucket.launches + launches))
         kernels.update(lowering.kernels)
-    vocab = graph.types[graph.outputs[0]].shape[-1]
+    kernels.update({kernel.symbol: kernel for kernel in choosing})
     made = {name for node in graph.nodes for name in node.outputs}
     probes = {label: value for label, value in graph.probes.items() if value in made}
-    return CpuProgram(isa, tuple(buckets), tuple(kernels.values()), tuple(weights.entries.values()), kv, probes,
-                      int(vocab))
+    return CpuProgram(isa, tuple(buckets), tuple(kernels.values()), tuple(weights.entries.values()), kv, probes, vocab)

@@ -16,7 +16,8 @@ from tokenizers import decoders, models, pre_tokenizers
 from ingot.compiler.cpu.isa import host_isa
 from ingot.compiler.cpu.toolchain import compile_shared
 from ingot.compiler.engine_writer import EngineWriter
-from ingot.plugins.kernel import INCLUDE_DIR
+from ingot.plugins.kernel import INCLUDE_DIR, translation_unit
+from ingot.plugins.sampling.cpu import sampling
 from ingot.runtime.manifest import canonical_json
 
 DIM, HEADS, VOCAB_SIZE, BLOCK_SIZE = 16, 2, 258, 4
@@ -57,7 +58,8 @@ def compile_code(folder: Path) -> bytes:
     sizes = (f"enum {{ DIM = {DIM}, HEADS = {HEADS}, VOCAB = {VOCAB_SIZE}, BLOCK = {BLOCK_SIZE},\n"
              f"       BLOCK_BYTES = {BLOCK_BYTES} }};\n")
     kernels = sizes + Path(__file__).with_name("mock_kernels.c").read_text()
-    sources = {"pool.c": (include / "pool.c").read_text(), "kernels.c": kernels}
+    sources = {"pool.c": (include / "pool.c").read_text(), "kernels.c": kernels,
+               "sampling.c": translation_unit(sampling(VOCAB_SIZE))}
     compile_shared(sources, host_isa(), [INCLUDE_DIR, include], out)
     return out.read_bytes()
 
@@ -80,6 +82,8 @@ def bucket(tokens: int) -> dict[str, Any]:
             {"kernel": "mock_logits",
              "args": [["arena", y], ["weight", "head"], ["input", "logit_rows"], ["arena", logits]],
              "origin": "head", "writes": {"logits": {"arg": 3, "shape": ["L", VOCAB_SIZE], "dtype": "f32"}}},
+            *({"kernel": kernel.symbol, "args": [["arena", logits]], "origin": "sampling"}
+              for kernel in sampling(VOCAB_SIZE)),
         ],
     }
 
