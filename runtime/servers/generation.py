@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from .rpc import Call
 
 MAX_REQUEST_ID_LENGTH = 512
+# A text that takes longer to encode than to hand over to a thread, so that the loop can serve others meanwhile.
+_LONG_TEXT = 2000
 
 FieldNames = Mapping[str, str]
 """The engine's name of a parameter -> the path of the field that a service takes it from."""
@@ -60,8 +63,13 @@ def raise_if_failed(output: RequestOutput) -> None:
         raise output.error or RequestFailed(f"request {output.request_id} failed")
 
 
-def encode(context: ServerContext, text: str, field: str) -> list[int]:
-    """Raises InvalidField if the engine has no tokenizer."""
-    if context.tokenizer is None:
+async def encode(context: ServerContext, text: str, field: str) -> list[int]:
+    """Raises InvalidField if the engine has no tokenizer, or for a text that is far too long."""
+    tokenizer, longest = context.tokenizer, context.limits.max_seq_len
+    if tokenizer is None:
         raise InvalidField(field, "this engine has no tokenizer; expected token ids")
-    return context.tokenizer.encode(text)
+    if tokenizer.surely_exceeds(text, longest):
+        raise InvalidField(field, f"has {len(text)} characters, more than the {longest} tokens of this engine can hold")
+    if len(text) < _LONG_TEXT:
+        return tokenizer.encode(text)
+    return await asyncio.to_thread(tokenizer.encode, text)

@@ -104,7 +104,7 @@ class GRPCInferenceService:
         infer = self._parse(request)
         if infer.stream:
             raise InvalidField(infer.names["stream"], "an answer in pieces needs ModelStreamInfer")
-        stream = self._begin(infer, call)
+        stream = await self._begin(infer, call)
         answer = _Answer()
         try:
             async for output in stream:
@@ -129,7 +129,7 @@ class GRPCInferenceService:
         """One request of a stream; what is wrong with it becomes an error_message."""
         try:
             infer = self._parse(request)
-            stream = self._begin(infer, call)
+            stream = await self._begin(infer, call)
             answer = _Answer()
             try:
                 async for output in stream:
@@ -152,11 +152,11 @@ class GRPCInferenceService:
         self._check_model("model_name", request.model_name, "model_version", request.model_version)
         return parse_infer(request, self._context.tokenizer is not None)
 
-    def _begin(self, infer: InferRequest, call: Call) -> OutputStream:
+    async def _begin(self, infer: InferRequest, call: Call) -> OutputStream:
         if infer.input_ids is not None:
             prompt = infer.input_ids
         else:
-            prompt = encode(self._context, infer.text or "", infer.names["text_input"])
+            prompt = await encode(self._context, infer.text or "", infer.names["text_input"])
         # Ids of this protocol need not be unique: they only come back with the answer.
         return begin(self._context, call, f"kserve-{uuid.uuid4().hex}", prompt, infer.params, infer.names,
                      priority=infer.priority, cache_salt=infer.cache_salt)

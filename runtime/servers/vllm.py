@@ -56,7 +56,7 @@ class VllmEngine:
         self._last_request = time.time()
         _refuse_unsupported(request)
         limits = self._context.limits
-        prompt = self._prompt(request)
+        prompt = await self._prompt(request)
         params = _sampling_params(request.sampling_params, limits.max_seq_len - len(prompt))
         stream = begin(self._context, call, request.request_id, prompt, params, NAMES, wants_text=False)
         try:
@@ -64,11 +64,11 @@ class VllmEngine:
         finally:
             await stream.aclose()
 
-    def _prompt(self, request: pb.GenerateRequest) -> list[int]:
+    async def _prompt(self, request: pb.GenerateRequest) -> list[int]:
         params = request.sampling_params
         prompt = list(request.tokenized.input_ids)
         if request.WhichOneof("input") == "text":
-            prompt = encode(self._context, request.text, "text")
+            prompt = await encode(self._context, request.text, "text")
         if params.HasField("truncate_prompt_tokens"):
             kept = params.truncate_prompt_tokens
             if kept == -1:
