@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import math
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -22,8 +23,6 @@ from .report import make_report
 from .samples import Samples
 from .workload import Session, Workload
 
-# The warm-up's sessions are others: what it leaves in the cache is of no use to those that are measured.
-_MEASURED, _WARM_UP = 0, 1
 _KV_PERIOD_S = 0.2
 _KV_USAGE = "ingot_kv_cache_usage_ratio"
 
@@ -34,6 +33,7 @@ class Plan:
 
     warm_up     requests before the measured ones
     vocab_size  of the prompts' random tokens, where the server does not tell its own
+    token_seed  of these tokens; by default another one each time, for a server's cache still holds the last run's
     """
 
     load: Load
@@ -42,20 +42,27 @@ class Plan:
     seed: int = 0
     warm_up: int = 4
     vocab_size: int | None = None
+    token_seed: int = field(default_factory=lambda: secrets.randbits(32))
 
-    def sessions(self, facts: Facts, stream: int = _MEASURED) -> Iterator[Session]:
-        """Raises RequestError if they cannot be drawn or read."""
+    def sessions(self, facts: Facts, is_warm_up: bool = False) -> Iterator[Session]:
+        """Those of the warm-up have the same lengths and other tokens, of no use in the cache to those that follow.
+
+        Raises RequestError if they cannot be drawn or read.
+        """
         vocab_size = self.vocab_size or facts.vocab_size
         if self.dataset is not None:
             return iter(read_dataset(self.dataset, vocab_size, facts.max_seq_len))
         assert self.workload is not None
         if vocab_size is None:
             raise RequestError(f"{facts.where} does not tell the size of its vocabulary.\n  Give it: --vocab-size N")
-        return self.workload.sessions(vocab_size, facts.max_seq_len or 1 << 31, self.seed, stream)
+        return self.workload.sessions(vocab_size, facts.max_seq_len or 1 << 31, self.seed,
+                                      self.token_seed + (1 << 32 if is_warm_up else 0))
 
     def describe(self) -> dict[str, Any]:
         facts = {"dataset": self.dataset} if self.workload is None else self.workload.describe()
-        return {"workload": facts, "load": str(self.load), "seed": self.seed, "warm_up": f"{self.warm_up} requests"}
+        tokens = {} if self.workload is None else {"token_seed": self.token_seed}
+        return {"workload": facts, "load": str(self.load), "seed": self.seed, **tokens,
+                "warm_up": f"{self.warm_up} requests"}
 
 
 @dataclass(frozen=True)
@@ -106,7 +113,7 @@ async def _warm_up(driver: Driver, plan: Plan, facts: Facts, progress: Callable[
     if not plan.warm_up:
         return
     recorder = Recorder()
-    sessions = islice(plan.sessions(facts, _WARM_UP), plan.warm_up)
+    sessions = islice(plan.sessions(facts, is_warm_up=True), plan.warm_up)
     load = Load(concurrency=min(plan.warm_up, 4), num_requests=plan.warm_up)
     await Generator(driver, load, recorder, plan.seed, "warm-up",
                     lambda number: progress(f"warm-up: {number} of {plan.warm_up} requests")).run(sessions)

@@ -109,21 +109,24 @@ class Workload:
     turn_isl: Lengths = Lengths("fixed", 1)
     think_s: float = 0.0
 
-    def sessions(self, vocab_size: int, max_seq_len: int, seed: int, stream: int = 0) -> Iterator[Session]:
-        """Without end; session i depends on its arguments and i alone. `stream` separates the warm-up's sessions.
+    def sessions(self, vocab_size: int, max_seq_len: int, seed: int, token_seed: int) -> Iterator[Session]:
+        """Without end; session i depends on its arguments and i alone.
 
+        seed        decides lengths, pauses and who shares a prefix
+        token_seed  decides the tokens: with another one, prompts have nothing in common with these
         A first prompt that leaves no room for its answer is cut; a session ends before a turn that has no room.
         Raises RequestError if the prefix leaves none.
         """
         if self.prefix_len + 2 > max_seq_len:
             raise RequestError(f"--prefix-len {self.prefix_len}: sequences have {max_seq_len} tokens at most")
-        return self._sessions(vocab_size, max_seq_len, seed, stream)
+        return self._sessions(vocab_size, max_seq_len, seed, token_seed)
 
-    def _sessions(self, vocab_size: int, max_seq_len: int, seed: int, stream: int) -> Iterator[Session]:
-        prefixes = [_tokens(np.random.default_rng([seed, stream, _PREFIX, group]), vocab_size, self.prefix_len)
+    def _sessions(self, vocab_size: int, max_seq_len: int, seed: int, token_seed: int) -> Iterator[Session]:
+        prefixes = [_tokens(np.random.default_rng([token_seed, _PREFIX, group]), vocab_size, self.prefix_len)
                     for group in range(self.prefix_groups if self.prefix_len else 1)]
         for index in count():
-            rng = np.random.default_rng([seed, stream, _SESSION, index])
+            rng = np.random.default_rng([seed, _SESSION, index])
+            token_rng = np.random.default_rng([token_seed, _SESSION, index])
             group = int(rng.integers(len(prefixes)))
             turns: list[Turn] = []
             used = self.prefix_len
@@ -136,7 +139,7 @@ class Workload:
                         break
                     output = min(output, max_seq_len - used - 1)
                     added = min(added, max_seq_len - used - output)
-                tokens = _tokens(rng, vocab_size, added)
+                tokens = _tokens(token_rng, vocab_size, added)
                 turns.append(Turn(tokens if turn else prefixes[group] + tokens, output, think_s))
                 used += added + output
             yield Session(str(index), tuple(turns))

@@ -57,7 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     work.add_argument("--turn-isl-stdev", type=float, metavar="X", help="as --isl-stdev")
     work.add_argument("--think-time", type=float, metavar="S", help="mean pause before each later turn, in seconds")
     work.add_argument("--dataset", metavar="FILE", help="JSON lines of task_id, prompt or input_ids, output_tokens")
-    work.add_argument("--seed", type=int, default=0, metavar="N", help="of lengths, tokens and arrivals (default 0)")
+    work.add_argument("--seed", type=int, default=0, metavar="N", help="of lengths, pauses and arrivals (default 0)")
+    work.add_argument("--token-seed", type=int, metavar="N",
+                      help="of the prompts' tokens (default: new ones each time, that no cache holds)")
 
     load = parser.add_argument_group("the load")
     shape = load.add_mutually_exclusive_group()
@@ -120,11 +122,12 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         workload = make_workload(arguments.workload, stdevs, **lengths)
     elif arguments.workload != "fixed" or any(value is not None for value in (*lengths.values(), *stdevs.values())):
         raise RequestError("--dataset says what is sent; --workload and lengths are for drawn requests")
-    if arguments.seed < 0 or arguments.warmup < 0:
-        raise RequestError("--seed and --warmup: expected 0 or more")
+    if min(arguments.seed, arguments.warmup, arguments.token_seed or 0) < 0:
+        raise RequestError("--seed, --token-seed and --warmup: expected 0 or more")
     if arguments.vocab_size is not None and arguments.vocab_size < 1:
         raise RequestError(f"--vocab-size {arguments.vocab_size}: expected at least 1")
-    return Plan(load, workload, arguments.dataset, arguments.seed, arguments.warmup, arguments.vocab_size)
+    tokens = {} if arguments.token_seed is None else {"token_seed": arguments.token_seed}
+    return Plan(load, workload, arguments.dataset, arguments.seed, arguments.warmup, arguments.vocab_size, **tokens)
 
 
 def _load(arguments: argparse.Namespace) -> Load:

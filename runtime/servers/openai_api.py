@@ -20,7 +20,6 @@ from ..executor.request import (
     Draining,
     DuplicateRequest,
     EngineFailed,
-    PromptError,
     QueueFull,
     Request,
     RequestOutput,
@@ -137,6 +136,8 @@ class OpenAiApi:
             if api_error.param == "prompt_token_ids":
                 where = "messages" if call.is_chat else "prompt" if number is None else f"prompt[{number}]"
                 api_error.param = where
+                if len(prompt) >= self._context.limits.max_seq_len:
+                    api_error.code = "context_length_exceeded"
             raise api_error from None
 
     async def _whole(self, call: Call, envelope: Envelope, prompts: list[list[int]],
@@ -261,8 +262,7 @@ def _api_error(error: IngotError) -> ApiError:
     if isinstance(error, DuplicateRequest):
         return ApiError(409, str(error), code="duplicate_request")
     if isinstance(error, RequestError):
-        code = "context_length_exceeded" if isinstance(error, PromptError) else "invalid_value"
-        return ApiError(400, str(error), getattr(error, "field", None), code)
+        return ApiError(400, str(error), getattr(error, "field", None), "invalid_value")
     return ApiError(500, str(error), code="request_failed")
 
 

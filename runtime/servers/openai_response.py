@@ -13,8 +13,8 @@ from .token_names import TokenNames
 DONE = b"data: [DONE]\n\n"
 
 
-def to_json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+# Made once: json.dumps would make an encoder a call, and there is a call a token.
+to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def event(value: Any) -> bytes:
@@ -173,26 +173,29 @@ class EventWriter:
         call = self._call
         if not output.text and output.finish_reason is None and call.num_logprobs is None and not call.return_token_ids:
             return b""
-        logprobs = None
-        if call.num_logprobs is not None and output.logprobs:
-            if call.is_chat:
-                logprobs = chat_logprobs(output.logprobs, call.num_logprobs, self._names)
-            else:
-                offset = self._offsets.get(index, 0)
-                logprobs = completion_logprobs(output.logprobs, output.token_ids, call.num_logprobs, self._names,
-                                               offset)
-                self._offsets[index] = offset + sum(map(len, logprobs["tokens"]))
         text = to_json(output.text)
-        content = f'"delta":{{"content":{text}}}' if call.is_chat else f'"text":{text}'
-        if call.is_chat and not output.text:
-            content = '"delta":{}'
-        parts = [f'{{"index":{index},{content},"logprobs":{to_json(logprobs)},'
-                 f'"finish_reason":{to_json(output.finish_reason)}']
+        content = f'"text":{text}'
+        if call.is_chat:
+            content = f'"delta":{{"content":{text}}}' if output.text else '"delta":{}'
+        logprobs = "null" if call.num_logprobs is None or not output.logprobs else \
+            to_json(self._logprobs(index, output, output.logprobs, call.num_logprobs))
+        end = "null" if output.finish_reason is None else f'"{output.finish_reason}"'
+        more = ""
         if output.matched_stop is not None:
-            parts.append(f'"stop_reason":{to_json(output.matched_stop)}')
+            more = f',"stop_reason":{to_json(output.matched_stop)}'
         if call.return_token_ids:
-            parts.append(f'"token_ids":{to_json(output.token_ids)}')
-        return f"{self._head}{','.join(parts)}}}{self._tail}".encode()
+            more += f',"token_ids":{to_json(output.token_ids)}'
+        choice = f'{{"index":{index},{content},"logprobs":{logprobs},"finish_reason":{end}{more}}}'
+        return f"{self._head}{choice}{self._tail}".encode()
+
+    def _logprobs(self, index: int, output: RequestOutput, logprobs: Sequence[TokenLogprobs],
+                  count: int) -> dict[str, Any]:
+        if self._call.is_chat:
+            return chat_logprobs(logprobs, count, self._names)
+        offset = self._offsets.get(index, 0)
+        told = completion_logprobs(logprobs, output.token_ids, count, self._names, offset)
+        self._offsets[index] = offset + sum(map(len, told["tokens"]))
+        return told
 
     def usage(self, usage: Usage) -> bytes:
         return event({**self._envelope.head(in_stream=True), "choices": [], "usage": usage.to_json()})

@@ -9,8 +9,13 @@ from ingot.runtime.bench.workload import PRESETS, Lengths, Session, Turn, Worklo
 from ingot.runtime.errors import RequestError
 
 
-def some(workload: Workload, count: int, seed: int = 0, max_seq_len: int = 1 << 31, stream: int = 0) -> list[Session]:
-    return list(itertools.islice(workload.sessions(1000, max_seq_len, seed, stream), count))
+def some(workload: Workload, count: int, seed: int = 0, max_seq_len: int = 1 << 31,
+         token_seed: int = 0) -> list[Session]:
+    return list(itertools.islice(workload.sessions(1000, max_seq_len, seed, token_seed), count))
+
+
+def shape(sessions: list[Session]) -> list[list[tuple[int, int]]]:
+    return [[(len(turn.prompt), turn.output_tokens) for turn in session.turns] for session in sessions]
 
 
 def lengths(kind: str, text: str, stdev: float | None = None) -> Lengths:
@@ -45,8 +50,10 @@ def test_the_seed_decides() -> None:
     workload = make_workload("lognormal", {})
     assert some(workload, 20) == some(workload, 20)
     assert some(workload, 20) != some(workload, 20, seed=1)
-    # The warm-up must not put into the cache what is measured.
-    assert some(workload, 20) != some(workload, 20, stream=1)
+    # Other tokens, of the same lengths, for a cache that remembers the last run.
+    other = some(workload, 20, token_seed=1)
+    assert shape(other) == shape(some(workload, 20)) != shape(some(workload, 20, seed=1))
+    assert all(a.turns[0].prompt[:5] != b.turns[0].prompt[:5] for a, b in zip(other, some(workload, 20), strict=True))
     # A session is what it is, however many are drawn.
     assert some(workload, 20)[:5] == some(workload, 5)
 

@@ -14,7 +14,7 @@ from ingot.runtime.errors import IngotError
 from ingot.runtime.executor.answer import Sink
 from ingot.runtime.executor.async_engine import AsyncEngine
 from ingot.runtime.executor.recorder import Recorder
-from ingot.runtime.executor.request import Request, RequestOutput, TokenLogprobs, check_prompt
+from ingot.runtime.executor.request import Request, RequestOutput, TokenLogprobs, check_prompt, check_room
 from ingot.runtime.executor.stats import EngineStats, Health
 from ingot.runtime.kv.stats import KvStats
 from ingot.runtime.program import Limits
@@ -82,6 +82,7 @@ class ScriptedRunner:
         if self.refusal is not None:
             raise self.refusal
         check_prompt(request.prompt_token_ids, VOCAB_SIZE, LIMITS.max_seq_len)
+        check_room(request.prompt_token_ids, LIMITS.max_seq_len)
         self.requests.append(request)
         made = self.script(request)
         if sum(output.finish_reason is not None for output in made) < request.params.n:
