@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,15 +19,21 @@ import numpy as np
 
 from .devices import load_program
 from .engine_file import EngineFile
-from .errors import RequestError
-from .host import available_memory_bytes, return_free_memory
-from .kv_blocks import KvBlocks
-from .loop import KvCacheTooSmall, Loop
-from .loop import Sequence as Tokens
+from .errors import RequestError, WorkFailed
+from .executor.answer import Running, make_answers
+from .executor.recorder import Recorder
+from .executor.request import PromptError, Request, RequestOutput, TokenLogprobs, check_prompt, check_room
+from .executor.step_loop import StepLoop
+from .host import return_free_memory
+from .kv import KvCache, KvSequence
+from .kv_memory import kv_cache_tokens as tokens_in_free_memory
+from .kv_memory import most_useful_tokens
 from .program import Limits, Program, step_logits
-from .sampling import Sampler, SamplingParams
+from .sampling import SamplingParams
 from .sampling_inputs import Float32Array
-from .tokenizer import TextStream, Tokenizer, read_config
+from .scheduler import Scheduler, SchedulerSettings
+from .step import StepInputs
+from .tokenizer import Tokenizer, read_config
 
 if TYPE_CHECKING:
     from .chat_template import Message
@@ -34,21 +41,27 @@ if TYPE_CHECKING:
     Prompt = str | Sequence[int] | Sequence[Message]
 
 
-class PromptError(RequestError):
-    """A prompt that the engine cannot take."""
+class KvCacheBusy(WorkFailed):
+    """The KV blocks that are needed are held by logits that somebody is still reading."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """An answer. finish_reason: "stop", the model ended it, or "length".
+    """An answer. finish_reason: "stop", the model or a stop string ended it, or "length".
 
     token_ids holds the token that ended it, text does not. text is empty if the engine has no tokenizer.
+    index: which of the params.n answers. num_cached_tokens: of the prompt, taken from the KV cache.
     """
 
     text: str
     token_ids: list[int]
     finish_reason: str
     num_prompt_tokens: int
+    index: int = 0
+    matched_stop: str | int | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    num_cached_tokens: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)
@@ -58,24 +71,16 @@ class Piece:
     text: str
     token_id: int
     finish_reason: str | None = None
+    logprobs: TokenLogprobs | None = None
 
     def __str__(self) -> str:
         return self.text
 
 
-@dataclass(eq=False)
-class _Request:
-    sequence: Tokens
-    params: SamplingParams
-    stop_token_ids: frozenset[int]
-    text: TextStream | None
-    num_prompt_tokens: int
-    pieces: list[str] = field(default_factory=list)
-    finish_reason: str | None = None
-
-
 class Engine:
-    """A loaded engine. One thread at a time; several streams may be open and read in turn.
+    """A loaded engine. One thread at a time; several streams may be open and read in turn: they share their steps.
+
+    Prompts that begin like an earlier one find its KV in the cache.
 
     file       the engine file: hash, manifest
     tokenizer  None if the engine has none: prompts are then token ids
@@ -89,8 +94,11 @@ class Engine:
         self.tokenizer = tokenizer
         self.limits = Limits.of(file.manifest)
         self.stop_token_ids = frozenset(read_config(file).get("eos_token_ids", ()))
-        self._blocks = KvBlocks(program.num_blocks // len(program.kv_windows), program.block_size)
-        self._sampler = Sampler(program.vocab_size)
+        self.kv = KvCache(program.num_blocks, program.block_size, program.kv_windows,
+                          max_chunk=self.limits.max_num_tokens)
+        self._scheduler = Scheduler(self.kv, SchedulerSettings.within(self.limits))
+        self._loop = StepLoop(program, self.kv, self._scheduler, Recorder())
+        self._num_requests = 0
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, kv_cache_tokens: int | None = None,
@@ -104,7 +112,9 @@ class Engine:
         """
         file = EngineFile.open(path)
         try:
-            tokens = _default_kv_cache_tokens(file) if kv_cache_tokens is None else kv_cache_tokens
+            tokens = kv_cache_tokens
+            if tokens is None:
+                tokens = min(tokens_in_free_memory(file.manifest), most_useful_tokens(file.manifest))
             engine = cls(file, load_program(file, tokens, num_workers), Tokenizer.of(file))
             return_free_memory()  # loading parses much JSON: what it leaves would stay for as long as the engine serves
             return engine
@@ -140,23 +150,61 @@ class Engine:
         """Answer one prompt, or several that run as one batch in flight.
 
         A prompt is a text, a list of token ids, or a chat: a list of messages with role and content. The answers have
-        the order of the prompts. Raises PromptError, ChatTemplateError, KvCacheTooSmall.
+        the order of the prompts; with params.n above 1 a prompt has so many in a row, and one prompt gives a list too.
+        Raises PromptError, SamplingError, ChatTemplateError, NeverFits.
         """
         is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, np.integer, Mapping)))
-        requests = [self._request(prompt, params) for prompt in ([prompts] if is_one else prompts)]
-        for request, piece in self._start(requests):
-            request.pieces.append(piece.text)
-        answers = [_generation(request) for request in requests]
-        return answers[0] if is_one else answers
+        outputs: deque[RequestOutput] = deque()
+        requests = [self._request(prompt, params, outputs) for prompt in ([prompts] if is_one else prompts)]
+        try:
+            for request in requests:
+                self._loop.add(request)
+            while any(request.num_open for request in requests):
+                self._advance()
+        finally:
+            for request in requests:
+                self._give_up(request)
+        answers = _generations(requests, outputs)
+        return answers[0] if is_one and params.n == 1 else answers
 
     def stream(self, prompt: Prompt,
                params: SamplingParams = SamplingParams()) -> Generator[Piece, None, None]:  # noqa: B008 (immutable)
         """The answer to one prompt, token by token as they come. Wrong prompts raise at once, as in `generate`.
 
-        Its KV blocks are free again when it has ended, or is closed before.
+        Its KV blocks are given back when it has ended, or is closed before. params.n must be 1.
         """
-        request = self._request(prompt, params)
-        return (piece for _, piece in self._start([request]))
+        if params.n != 1:
+            raise RequestError(f"a stream is one answer, n is {params.n}; use generate for several")
+        outputs: deque[RequestOutput] = deque()
+        return self._pieces(self._request(prompt, params, outputs), outputs)
+
+    def _pieces(self, request: Running, outputs: deque[RequestOutput]) -> Generator[Piece, None, None]:
+        try:
+            self._loop.add(request)
+            while True:
+                while not outputs:
+                    self._advance()
+                output = outputs.popleft()
+                if output.error is not None:
+                    raise output.error
+                logprobs = output.logprobs[0] if output.logprobs is not None else None
+                yield Piece(output.text, output.token_ids[0], output.finish_reason, logprobs)
+                if output.finish_reason is not None:
+                    return
+        finally:
+            self._give_up(request)
+
+    def _advance(self) -> None:
+        if not self._loop.step():
+            raise KvCacheBusy(f"{self._scheduler.num_waiting} sequences wait for KV blocks, which are held by logits "
+                              "that are still being read.\n  Close the iterator of iter_logits, or read it to its end.")
+
+    def _give_up(self, request: Running) -> None:
+        """What has not ended of a request ends now; its KV blocks are free."""
+        if request.num_open:
+            self._loop.settle()
+            self._loop.end(request, "cancelled")
+            self._loop.deliver()
 
     def logits(self, token_ids: Sequence[int]) -> Float32Array:
         """The logits [T, vocab_size] that the model gives at each of the T tokens of a sequence."""
@@ -166,13 +214,11 @@ class Engine:
         """As `logits`, but a few rows at a time, each array valid until the next one is asked for."""
         tokens = self._checked_ids(token_ids)
         count = min(self.limits.max_batch_size, self.limits.max_num_tokens)
-        with self._borrowed_blocks(len(tokens)) as blocks:
+        with self._private(tokens) as sequence:
             for begin in range(0, len(tokens), count):
-                chunk = tokens[begin : begin + count]
-                inputs = self.program.inputs[0]
-                inputs.clear()
-                inputs.add(chunk, begin, self._tables(blocks), len(chunk))
-                yield step_logits(self.program, inputs)
+                end = min(begin + count, len(tokens))
+                yield step_logits(self.program, self._inputs(sequence, begin, end, end - begin))
+                self.kv.advance(sequence, end)
 
     def trace(self, token_ids: Sequence[int], values: Collection[str]) -> dict[str, np.ndarray]:
         """Values of the plan by name, in the order in which one step over all the tokens computes them.
@@ -182,28 +228,34 @@ class Engine:
         tokens = self._checked_ids(token_ids)
         if len(tokens) > self.limits.max_num_tokens:
             raise PromptError(f"{len(tokens)} tokens; a step of this engine takes {self.limits.max_num_tokens} at most")
-        with self._borrowed_blocks(len(tokens)) as blocks:
-            inputs = self.program.inputs[0]
-            inputs.clear()
-            inputs.add(tokens, 0, self._tables(blocks), min(len(tokens), self.limits.max_batch_size))
-            return self.program.trace(inputs, values)
+        with self._private(tokens) as sequence:
+            num_logits = min(len(tokens), self.limits.max_batch_size)
+            return self.program.trace(self._inputs(sequence, 0, len(tokens), num_logits), values)
 
-    def _tables(self, blocks: list[int]) -> list[list[int]]:
-        """The block of each table: those of the pool, as many in a row as there are tables, are given out together."""
-        count = len(self.program.kv_windows)
-        return [[block * count + table for block in blocks] for table in range(count)]
+    def _inputs(self, sequence: KvSequence, begin: int, end: int, num_logits: int) -> StepInputs:
+        """A step over a piece of one sequence, which nothing else shares."""
+        self._loop.settle()
+        grown = self.kv.grow(sequence, end)
+        assert grown, "reserved blocks are missing"
+        self.program.copy_blocks(self.kv.take_copies())
+        inputs = self.program.inputs[0]
+        inputs.clear()
+        inputs.add(sequence.tokens[begin:end], begin, sequence.tables, num_logits)
+        return inputs
 
     @contextmanager
-    def _borrowed_blocks(self, num_tokens: int) -> Iterator[list[int]]:
-        needed = self._blocks.needed(num_tokens)
-        blocks = self._blocks.allocate(needed)
-        if blocks is None:
-            raise KvCacheTooSmall(f"{num_tokens} tokens need {needed} KV blocks; {self._blocks.num_free} of "
-                                  f"{self._blocks.num_blocks} are free.\n  Raise kv_cache_tokens.")
+    def _private(self, tokens: list[int]) -> Iterator[KvSequence]:
+        """KV blocks that hold nothing yet and that nobody else will find."""
+        self._scheduler.check(len(tokens), len(tokens))
+        sequence = KvSequence(tokens)
+        if not self.kv.acquire(sequence, reserve_tokens=len(tokens), private=True):
+            raise KvCacheBusy(f"{len(tokens)} tokens need {self.kv.needed(len(tokens))} KV blocks; only "
+                              f"{self.kv.num_available} of {self.kv.num_blocks} are not held by open streams.\n"
+                              "  Close some, or raise kv_cache_tokens.")
         try:
-            yield blocks
+            yield sequence
         finally:
-            self._blocks.release(blocks)
+            self.kv.release(sequence)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt in any of its forms; checked as `generate` does."""
@@ -224,89 +276,40 @@ class Engine:
         return self.tokenizer
 
     def _checked_ids(self, ids: Sequence[int]) -> list[int]:
-        vocab_size, longest = self.program.vocab_size, self.limits.max_seq_len
         for index, token in enumerate(ids):
-            if not isinstance(token, (int, np.integer)) or not 0 <= token < vocab_size:
-                raise PromptError(f"token {index} of the prompt is {token!r}; expected an id of 0 to {vocab_size - 1}")
-        if not len(ids):
-            raise PromptError("the prompt has no tokens; expected at least one")
-        if len(ids) > longest:
-            raise PromptError(f"the prompt has {len(ids)} tokens; this engine takes sequences of {longest} at most.\n"
-                              "  Shorten it, or build the engine with a larger --max-seq-len.")
-        return [int(token) for token in ids]
+            if not isinstance(token, (int, np.integer)):
+                raise PromptError(f"token {index} of the prompt is {token!r}; expected an id")
+        checked = [int(token) for token in ids]
+        check_prompt(checked, self.program.vocab_size, self.limits.max_seq_len)
+        return checked
 
-    def _request(self, prompt: Prompt, params: SamplingParams) -> _Request:
+    def _request(self, prompt: Prompt, params: SamplingParams, outputs: deque[RequestOutput]) -> Running:
+        """A request that was checked but not started; what it gives goes to `outputs`."""
         tokens = self.encode(prompt)
         longest = self.limits.max_seq_len
-        if len(tokens) == longest:
-            raise PromptError(f"the prompt has {longest} tokens, as many as this engine takes; no room for an answer.\n"
-                              "  Shorten it, or build the engine with a larger --max-seq-len.")
-        stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.stop_token_ids)
-        text = self.tokenizer.stream(tokens) if self.tokenizer is not None else None
-        sequence = Tokens(tokens, min(len(tokens) + params.max_tokens, longest))
-        return _Request(sequence, params.seeded(), stops, text, len(tokens))
-
-    def _start(self, requests: list[_Request]) -> Iterator[tuple[_Request, Piece]]:
-        """Each token of each answer as it comes. Raises KvCacheTooSmall at once."""
-        loop = Loop(self._blocks, self.limits.max_batch_size, self.limits.max_num_tokens)
-        for request in requests:
-            loop.add(request.sequence)
-        return self._run(loop, requests)
-
-    def _run(self, loop: Loop, requests: list[_Request]) -> Iterator[tuple[_Request, Piece]]:
-        by_sequence = {request.sequence: request for request in requests}
-        try:
-            while step := loop.next_step():
-                # A step is complete before anything is given out: other streams may run one in between.
-                pieces = self._step([(by_sequence[sequence], count) for sequence, count in step])
-                for request, _ in pieces:
-                    if request.finish_reason:
-                        loop.finish(request.sequence)
-                yield from pieces
-        finally:
-            for request in requests:
-                loop.finish(request.sequence)
-
-    def _step(self, step: list[tuple[_Request, int]]) -> list[tuple[_Request, Piece]]:
-        """Computes the given number of pending tokens of each request; a new token for those that have none left."""
-        inputs = self.program.inputs[0]
-        inputs.clear()
-        for request, count in step:
-            sequence = request.sequence
-            begin, end = sequence.num_computed, sequence.num_computed + count
-            tables = self._tables(sequence.blocks)
-            inputs.add(sequence.tokens[begin:end], begin, tables, int(end == len(sequence.tokens)))
-            sequence.num_computed = end
-        rows = step_logits(self.program, inputs)
-        complete = [request for request, _ in step if not request.sequence.num_pending]
-        return [(request, self._advance(request, row)) for request, row in zip(complete, rows, strict=True)]
-
-    def _advance(self, request: _Request, logits: Float32Array) -> Piece:
-        """Chooses the next token of a request."""
-        sequence, text = request.sequence, ""
-        token = self._sampler.sample(logits, request.params, len(sequence.tokens) - 1)
-        sequence.tokens.append(token)
-        if token in request.stop_token_ids:
-            request.finish_reason = "stop"
-        elif len(sequence.tokens) == sequence.max_len:
-            request.finish_reason = "length"
-        if request.text is not None:
-            text = "" if request.finish_reason == "stop" else request.text.add(token)
-            text += request.text.end() if request.finish_reason else ""
-        return Piece(text, token, request.finish_reason)
+        check_room(tokens, longest)
+        params.check_vocabulary(self.program.vocab_size)
+        self._scheduler.check(len(tokens), min(len(tokens) + params.max_tokens, longest))
+        self._num_requests += 1
+        request = Request(f"request {self._num_requests}", tokens, params)
+        return make_answers(request, outputs.extend, self.tokenizer, self.stop_token_ids, longest)
 
 
-def _generation(request: _Request) -> Generation:
-    assert request.finish_reason is not None
-    answer = request.sequence.tokens[request.num_prompt_tokens :]
-    return Generation("".join(request.pieces), answer, request.finish_reason, request.num_prompt_tokens)
+def _generations(requests: list[Running], outputs: deque[RequestOutput]) -> list[Generation]:
+    """All answers in the order of the requests. Raises the error of the first that failed."""
+    parts: dict[tuple[str, int], list[RequestOutput]] = {}
+    for output in outputs:
+        if output.error is not None:
+            raise output.error
+        parts.setdefault((output.request_id, output.index), []).append(output)
+    return [_generation(parts[answer.request_id, answer.index]) for request in requests for answer in request.answers]
 
 
-def _default_kv_cache_tokens(file: EngineFile) -> int:
-    limits = Limits.of(file.manifest)
-    tokens = limits.max_batch_size * limits.max_seq_len
-    token_bytes = file.manifest["memory"].get("kv_bytes_per_token", 0)
-    available = available_memory_bytes()
-    if token_bytes and available:
-        tokens = min(tokens, available // 2 // token_bytes)
-    return max(tokens, 1)
+def _generation(outputs: list[RequestOutput]) -> Generation:
+    first, last = outputs[0], outputs[-1]
+    assert last.finish_reason is not None
+    logprobs = [row for output in outputs for row in output.logprobs or ()] if first.logprobs is not None else None
+    return Generation("".join(output.text for output in outputs),
+                      [token for output in outputs for token in output.token_ids], last.finish_reason,
+                      last.num_prompt_tokens, last.index, last.matched_stop, logprobs, first.prompt_logprobs,
+                      last.num_cached_tokens)

@@ -314,5 +314,5 @@ def test_wrong_questions(bench: Bench, speaking_engine: Callable[..., Path], pro
 
 
 def test_a_question_that_is_too_long_for_the_cache(bench: Bench, speaking_engine: Callable[..., Path]) -> None:
-    bench.refuse(WRONG, ["generate", speaking_engine(), "x" * 40, "--kv-cache-tokens", 32], "KvCacheTooSmall",
+    bench.refuse(WRONG, ["generate", speaking_engine(), "x" * 40, "--kv-cache-tokens", 32], "NeverFits",
                  "40 tokens", "kv_cache_tokens")

@@ -25,9 +25,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (default)")
     parser.add_argument("--top-k", type=int, default=0, metavar="N", help="choose among the N most probable tokens")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="X", help="choose among tokens that make up X")
+    parser.add_argument("--min-p", type=float, default=0.0, metavar="X",
+                        help="choose among tokens at least X times as probable as the most probable one")
+    parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X",
+                        help="above 1: what has been said becomes less probable")
     parser.add_argument("--seed", type=int, metavar="N", help="makes a sampled answer repeatable")
     parser.add_argument("--stop-token-id", type=int, action="append", default=[], metavar="N",
                         help="a token that ends the answer; may be repeated")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT",
+                        help="a text that ends the answer; may be repeated")
     parser.add_argument("--ignore-eos", action="store_true", help="do not end where the model ends")
     parser.add_argument("--num-workers", type=int, metavar="N", help="threads (default: physical cores)")
     parser.add_argument("--kv-cache-tokens", type=int, metavar="N", help="room of the KV cache")
@@ -39,8 +45,10 @@ def run(arguments: argparse.Namespace) -> int:
     from ..sampling import SamplingParams
 
     params = SamplingParams(
-        arguments.max_tokens, arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed,
-        tuple(arguments.stop_token_id), arguments.ignore_eos,
+        max_tokens=arguments.max_tokens, temperature=arguments.temperature, top_k=arguments.top_k,
+        top_p=arguments.top_p, min_p=arguments.min_p, repetition_penalty=arguments.repetition_penalty,
+        seed=arguments.seed, stop_token_ids=tuple(arguments.stop_token_id), stop=tuple(arguments.stop),
+        ignore_eos=arguments.ignore_eos,
     ).seeded()
     begin = time.perf_counter()
     with Engine.load(arguments.engine, kv_cache_tokens=arguments.kv_cache_tokens,

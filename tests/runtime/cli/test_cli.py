@@ -104,7 +104,7 @@ def test_inspect_of_an_engine_for_another_machine(
 
 def test_inspect_views(capsys: pytest.CaptureFixture[str], mock_path: Path) -> None:
     layers = run_json(capsys, "inspect", mock_path, "--layers", "--json")
-    assert [layer["layer"] for layer in layers] == ["embed", "layers.0", "head"]
+    assert [layer["layer"] for layer in layers] == ["embed", "layers.0", "head", "sampling"]
     assert layers[1]["launches"] == {"1": 2, "16": 2}
     assert layers[2]["weights"] == [{"label": "head", "size": 16512}]
     memory = run_json(capsys, "inspect", mock_path, "--memory", "--json")
@@ -142,11 +142,11 @@ def test_targets(capsys: pytest.CaptureFixture[str]) -> None:
     (["generate", "/no/such.engine", "x"], "No such file"),
     (["verify", "{mock}", "surplus"], "unrecognized arguments: surplus"),
     (["verify"], "required: engine"),
-    (["generate", "{mock}", "x", "--temperature", "-1"], "temperature is -1.0; expected 0 or more"),
+    (["generate", "{mock}", "x", "--temperature", "-1"], "temperature is -1.0; expected 0 to"),
     (["generate", "{mock}", "x", "--top", "1"], "unrecognized arguments: --top"),
     (["generate", "{mock}", "x", "--raw", "--system", "y"], "--system needs a chat"),
     (["generate", "{mock}", "x" * 50], "sequences of 48 at most"),
-    (["generate", "{mock}", "x", "--kv-cache-tokens", "4"], "Raise kv_cache_tokens"),
+    (["generate", "{mock}", "x", "--kv-cache-tokens", "4"], "raise kv_cache_tokens"),
     (["build", "/no/model", "--target", "cpu:z80", "--precision", "fp32"], "unknown target 'cpu:z80'"),
     (["build", "/no/model", "--target", "cpu", "--precision", "fp3"], "unknown precision 'fp3'"),
     (["build", "/no/model", "--target", "cpu"], "required: --precision"),
