@@ -99,7 +99,7 @@ class Result:
 def requests(number: int, wants_text: bool) -> Iterator[Request]:
     rng = np.random.default_rng(number)
     for index in range(NUM_SEQUENCES):
-        sampled = {"temperature": 0.8, "top_p": 0.95, "seed": index} if index % 2 else {}
+        sampled: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "seed": index} if index % 2 else {}
         params = SamplingParams(max_tokens=ANSWER, ignore_eos=True, **sampled)
         yield Request(f"{number}.{index}", rng.integers(0, VOCAB_SIZE, PROMPT).tolist(), params, wants_text=wants_text)
 

@@ -22,6 +22,7 @@ from ingot.runtime.servers.context import ServerSettings
 from tests.runtime.mock_engine import VOCAB_SIZE
 from tests.runtime.servers.grpc_replica import replica
 from tests.runtime.servers.scripted_engine import ScriptedRunner, http, outputs
+from tests.runtime.servers.test_http_server import self_signed
 
 AGENT = make_workload("agent", {}, distribution="fixed", prefix_len=8, isl="4", osl="3", turn_isl="3", turns=3,
                       think_s=0.0)
@@ -112,6 +113,19 @@ def test_servers_that_are_none(tmp_path: Path) -> None:
         HttpDriver("https://x", ca_file=str(tmp_path / "missing"))
     with pytest.raises(RequestError, match="certificates"):
         GrpcDriver("x:1", ca_file=str(tmp_path / "missing"))
+
+
+def test_tls_and_token(tmp_path: Path) -> None:
+    certificate, key = self_signed(tmp_path)
+    settings = ServerSettings(tls_certificate=certificate.read_bytes(), tls_key=key.read_bytes(), auth_token="t")
+    with http(tmp_path, ScriptedRunner(), settings) as address:
+        assert measure(HttpDriver(f"https://{address}", None, "t", str(certificate))).report["requests"]["finished"]
+        with pytest.raises(ServerUnreachable, match="certificate"):
+            run(HttpDriver(f"https://{address}", None, "t"), lambda driver: driver.facts())
+    with replica(tmp_path, settings=settings) as server:
+        assert measure(GrpcDriver(server.address, "t", str(certificate))).report["requests"]["finished"]
+        with pytest.raises(ServerUnreachable, match="UNAUTHENTICATED"):
+            run(GrpcDriver(server.address, None, str(certificate)), lambda driver: driver.facts())
 
 
 def test_http_bench(tmp_path: Path) -> None:

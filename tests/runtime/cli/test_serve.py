@@ -176,7 +176,7 @@ def test_for_people(mock_path: Path) -> None:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
-        lines = []
+        lines: list[str] = []
         while not lines or lines[-1] != "ready\n":
             lines.append(process.stdout.readline())
             assert lines[-1], lines

@@ -362,9 +362,14 @@ def test_an_idle_executor_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
         executor.submit(request("a", PROMPT), sink)
         sink.finished("a")
         assert executor.drain(WAIT_S)
-        turns: list[int] = []
+        turns = []
         turn = executor._turn
-        monkeypatch.setattr(executor, "_turn", lambda: turns.append(1) or turn())
+
+        def counted() -> bool:
+            turns.append(1)
+            return turn()
+
+        monkeypatch.setattr(executor, "_turn", counted)
         threading.Event().wait(0.05)
         assert turns == []
 

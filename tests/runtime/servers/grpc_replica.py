@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+
 from ingot.runtime.devices.null import NullProgram
 from ingot.runtime.engine_file import EngineFile
 from ingot.runtime.executor.async_engine import AsyncEngine

@@ -176,7 +176,8 @@ def integer(bits: int, signed: bool) -> Values:
 
 _TYPE = FieldDescriptor
 _HOSTILE: dict[int, Values] = {
-    _TYPE.TYPE_FLOAT: lambda random_: random_.choice(_FLOATS), _TYPE.TYPE_DOUBLE: lambda random_: random_.choice(_FLOATS),
+    _TYPE.TYPE_FLOAT: lambda random_: random_.choice(_FLOATS),
+    _TYPE.TYPE_DOUBLE: lambda random_: random_.choice(_FLOATS),
     _TYPE.TYPE_INT32: integer(32, True), _TYPE.TYPE_INT64: integer(64, True), _TYPE.TYPE_UINT32: integer(32, False),
     _TYPE.TYPE_UINT64: integer(64, False), _TYPE.TYPE_ENUM: integer(3, False),
     _TYPE.TYPE_BOOL: lambda random_: random_.random() < 0.5, _TYPE.TYPE_STRING: lambda random_: random_.choice(_TEXTS),

@@ -205,8 +205,8 @@ def openssl(folder: Path, *arguments: str) -> None:
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """ca.pem, and server and client certificates signed by it."""
     folder = tmp_path_factory.mktemp("certificates")
-    openssl(folder, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", "ca.key", "-out", "ca.pem", "-days", "2",
-            "-subj", "/CN=test authority")
+    openssl(folder, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", "ca.key", "-out", "ca.pem",
+            "-days", "2", "-subj", "/CN=test authority")
     for name in ("server", "client"):
         openssl(folder, "req", "-newkey", "rsa:2048", "-nodes", "-keyout", f"{name}.key", "-out", f"{name}.csr",
                 "-subj", "/CN=localhost")

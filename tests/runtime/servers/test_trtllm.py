@@ -199,7 +199,8 @@ def test_retention_and_salt_reach_the_engine(stub: Any) -> None:
 
 
 @pytest.mark.parametrize(("config", "field"), [
-    ('{"x": 1}', "config_json"), ("[]", "config_json"), ('{"decode_retention_priority": 101}', "decode_retention_priority"),
+    ('{"x": 1}', "config_json"), ("[]", "config_json"),
+    ('{"decode_retention_priority": 101}', "decode_retention_priority"),
     ('{"token_range_retention_configs": 3}', "token_range_retention_configs"),
     ('{"token_range_retention_configs": [{"token_start": 0, "priority": true}]}', "configs[0].priority"),
     ('{"token_range_retention_configs": [{"token_start": 5, "token_end": 5, "priority": 1}]}', "configs[0].token_end"),
@@ -320,16 +321,16 @@ def test_embeddings_are_refused(stub: Any) -> None:
 
 
 def test_the_models_own_end_is_stripped(tmp_path: Path) -> None:
-    with replica(tmp_path, follow=lambda position, token: EOS if position == 4 else 65) as ending:
-        with ending.channel() as channel:
-            stub = rpc.TrtllmServiceStub(channel)
-            (response,) = stub.Generate(ask())
-            assert (list(response.complete.output_token_ids), response.complete.finish_reason) == ([65, 65], "stop")
-            *chunks, last = stub.Generate(ask(streaming=True))
-            assert [list(each.chunk.token_ids) for each in chunks] == [[65], [65]]
-            assert list(last.complete.output_token_ids) == [65, 65]
-            (response,) = stub.Generate(ask(ignore_eos=True))
-            assert response.complete.completion_tokens == 5
+    follow = lambda position, token: EOS if position == 4 else 65  # noqa: E731
+    with replica(tmp_path, follow=follow) as ending, ending.channel() as channel:
+        stub = rpc.TrtllmServiceStub(channel)
+        (response,) = stub.Generate(ask())
+        assert (list(response.complete.output_token_ids), response.complete.finish_reason) == ([65, 65], "stop")
+        *chunks, last = stub.Generate(ask(streaming=True))
+        assert [list(each.chunk.token_ids) for each in chunks] == [[65], [65]]
+        assert list(last.complete.output_token_ids) == [65, 65]
+        (response,) = stub.Generate(ask(ignore_eos=True))
+        assert response.complete.completion_tokens == 5
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
