@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Listing
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Generic
 
 from .queue import WaitingQueue
-from .sequence import Sequence
+from .sequence import S
 from .settings import SchedulerPolicy, SchedulerSettings
 
 if TYPE_CHECKING:
@@ -14,56 +14,65 @@ if TYPE_CHECKING:
 
 # How many waiting sequences are looked at in one step, at most: those behind them don't pass.
 LOOK_AHEAD = 256
+# How many of these may begin to wait for a prefix in one step: to find out takes a look at all of their tokens.
+MAX_PROBES = 16
 # How often a sequence may begin to wait for a prefix while others pass it; then nobody passes any more.
 MAX_WAITS = 16
 
 
-class Admission:
+class Admission(Generic[S]):
     def __init__(self, kv: KvCache, settings: SchedulerSettings) -> None:
-        self.queue = WaitingQueue(settings.ageing_s)
+        self.queue: WaitingQueue[S] = WaitingQueue(settings.ageing_s)
         self._kv = kv
         self._settings = settings
         # STATIC_BATCH: those of the present batch that have not started yet.
-        self._forming: set[Sequence] = set()
+        self._forming: set[S] = set()
         # The sequence for which there was no room when num_available was so many: tried again when there is more.
-        self._blocked: Sequence | None = None
+        self._blocked: S | None = None
         self._blocked_at = 0
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: S) -> None:
         self.queue.remove(sequence)
         self._forming.discard(sequence)
 
-    def next(self, running: Listing[Sequence]) -> Sequence | None:
-        """The sequence to start now if there is room for it. Nobody else may start before it."""
-        queue = self.queue
-        if not queue or len(running) >= self._settings.max_batch_size:
-            return None
-        static = self._settings.policy is SchedulerPolicy.STATIC_BATCH
+    def can_start(self, running: list[S]) -> bool:
+        """Whether anybody's turn has come, if there is room."""
+        return any(True for _ in self.candidates(running))
+
+    def candidates(self, running: list[S]) -> Iterator[S]:
+        """Sequences in order of their turn; each is to be started before the next one is asked for, or nobody is."""
+        settings = self._settings
+        static = settings.policy is SchedulerPolicy.STATIC_BATCH
         if static and not self._forming:
             if running:
-                return None
-            self._forming.update(queue.first(self._settings.max_batch_size))
-        for sequence in queue.first(LOOK_AHEAD):
+                return
+            self._forming.update(self.queue.first(settings.max_batch_size))
+        num_probes = 0
+        for sequence in self.queue.first(LOOK_AHEAD):
+            if len(running) >= settings.max_batch_size or num_probes == MAX_PROBES:
+                return
             if static and sequence not in self._forming:
                 continue
             if sequence is self._blocked and running and self._kv.num_available <= self._blocked_at:
-                return None
+                return
+            waited = sequence.awaited
             if not self._waits(sequence):
-                return sequence
+                yield sequence
+                continue
+            num_probes += sequence.awaited is not waited
             if sequence.num_waits > MAX_WAITS:
-                return None
-        return None
+                return
 
-    def start(self, sequence: Sequence, running: Listing[Sequence], room: int) -> bool:
-        """Gives a sequence that `next` named its blocks: the cached ones, and those for its first chunk.
+    def start(self, sequence: S, running: list[S], room: int) -> bool:
+        """Gives a candidate its blocks: the cached ones, and those for its first chunk.
 
         room  tokens of the step that it may compute. False, and nothing has changed, if there are not enough blocks
         """
         kv = self._kv
         limit = sequence.num_scored if sequence.prompt_logits else None
         if self._settings.policy is SchedulerPolicy.MAX_UTILIZATION:
-            # A block more for each that runs: else the newcomer would be paused again at once.
-            started = kv.acquire(sequence.kv, limit=limit, num_new=room, spare=len(running))
+            # A block a table more for each that runs: else the newcomer would be paused again at once.
+            started = kv.acquire(sequence.kv, limit=limit, num_new=room, spare=len(running) * len(kv.windows))
         else:
             started = kv.acquire(sequence.kv, limit=limit, num_new=room, reserve_tokens=sequence.max_computed)
         if not started:
@@ -73,7 +82,7 @@ class Admission:
         self.remove(sequence)
         return True
 
-    def _waits(self, sequence: Sequence) -> bool:
+    def _waits(self, sequence: S) -> bool:
         """Whether another sequence is just computing what this one begins with, at least a block of it."""
         if sequence.awaited is not None and not sequence.awaited.ready:
             return True

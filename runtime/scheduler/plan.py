@@ -1,12 +1,13 @@
 """What one step computes."""
 
 from dataclasses import dataclass, field
+from typing import Generic
 
-from .sequence import Sequence
+from .sequence import S
 
 
 @dataclass(slots=True)
-class StepPlan:
+class StepPlan(Generic[S]):
     """Decided by Scheduler.plan or plan_steady; the caller launches it, waits, and hands it to Scheduler.advance.
 
     entries   (sequence, how many of its pending tokens, rows of logits counted from the end of these); empty when
@@ -16,7 +17,7 @@ class StepPlan:
     expired   sequences whose deadline has passed. They are finished; their blocks are free
     """
 
-    entries: list[tuple[Sequence, int, int]] = field(default_factory=list)
-    admitted: list[Sequence] = field(default_factory=list)
-    paused: list[Sequence] = field(default_factory=list)
-    expired: list[Sequence] = field(default_factory=list)
+    entries: list[tuple[S, int, int]] = field(default_factory=list)
+    admitted: list[S] = field(default_factory=list)
+    paused: list[S] = field(default_factory=list)
+    expired: list[S] = field(default_factory=list)

@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic
 
 from .admission import Admission
 from .chunking import divide, room_for_next
 from .errors import InvalidPriority, NeverFits
 from .plan import StepPlan
-from .sequence import MAX_PRIORITY, Sequence, SequenceState
+from .sequence import MAX_PRIORITY, S, SequenceState
 from .settings import SchedulerPolicy, SchedulerSettings
 
 if TYPE_CHECKING:
@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 RUNNING = SequenceState.RUNNING
 
 
-class Scheduler:
+class Scheduler(Generic[S]):
     """Waiting and running sequences over one KV cache, which nobody else draws blocks from.
+
+    S            Sequence, or the caller's class that extends it
 
     version      changes whenever a plan of plan_steady made before is void
     num_pauses   how often a sequence was paused, since the beginning
@@ -39,11 +41,11 @@ class Scheduler:
         self.num_pauses = 0
         self._kv = kv
         self._clock = clock
-        self._admission = Admission(kv, settings)
-        self._running: list[Sequence] = []  # in the order in which they were started
+        self._admission: Admission[S] = Admission(kv, settings)
+        self._running: list[S] = []  # in the order in which they were started
         self._next_deadline = math.inf  # no deadline is earlier
         # Left out of the last steady plan, since the step in flight gives them their last token.
-        self._ending: list[Sequence] = []
+        self._ending: list[S] = []
 
     @property
     def num_running(self) -> int:
@@ -59,7 +61,7 @@ class Scheduler:
         return self._admission.queue.num_paused
 
     @property
-    def sequences(self) -> Iterator[Sequence]:
+    def sequences(self) -> Iterator[S]:
         """All that have not finished: the running ones as they were started, then the others in order of their turn."""
         yield from self._running
         yield from self._admission.queue
@@ -78,16 +80,16 @@ class Scheduler:
                 f"  Lower max_tokens, shorten the prompt, or raise kv_cache_tokens to {needed * size}."
             )
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: S) -> None:
         """Let a sequence wait for its turn. Raises NeverFits if it could never have one, or InvalidPriority."""
         self.check(len(sequence.tokens), sequence.max_len, sequence.priority)
         self._admission.queue.add(sequence)
         if sequence.deadline is not None:
             self._next_deadline = min(self._next_deadline, sequence.deadline)
-        if self._running and self._admission.next(self._running) is not None:
+        if self._running and self._admission.can_start(self._running):
             self.version += 1
 
-    def finish(self, sequence: Sequence, publish: bool = True) -> None:
+    def finish(self, sequence: S, publish: bool = True) -> None:
         """A sequence has ended, in whatever way: complete, cancelled, failed. Its blocks stay cached or are free.
 
         At any time, also while a step with it is in flight; a second time changes nothing.
@@ -104,14 +106,15 @@ class Scheduler:
         if sequence not in self._ending:
             self.version += 1
 
-    def plan(self) -> StepPlan:
+    def plan(self) -> StepPlan[S]:
         """The next step, when none is in flight."""
-        plan = StepPlan()
+        plan: StepPlan[S] = StepPlan()
         self._ending.clear()
         if self._next_deadline <= self._clock():
             self._expire(plan)
         settings, running = self.settings, self._running
-        num_generating, contexts = 0, []
+        num_generating = 0
+        contexts: list[S] = []
         for sequence in running:
             pending = len(sequence.tokens) - sequence.num_computed
             if pending == 1:
@@ -138,7 +141,7 @@ class Scheduler:
         assert len(entries) <= settings.max_batch_size
         return plan
 
-    def plan_steady(self) -> StepPlan | None:
+    def plan_steady(self) -> StepPlan[S] | None:
         """The step after the one in flight, if it is sure to be one more token for each sequence, else None.
 
         None unless every running sequence generates, nobody waiting can start, and there are blocks. A sequence that
@@ -146,9 +149,10 @@ class Scheduler:
         that pass meanwhile take effect one step later.
         """
         running, kv = self._running, self._kv
-        if self._next_deadline <= self._clock() or self._admission.next(running) is not None:
+        if self._next_deadline <= self._clock() or self._admission.can_start(running):
             return None
-        plan, ending = StepPlan(), []
+        plan: StepPlan[S] = StepPlan()
+        ending: list[S] = []
         entries = plan.entries
         for sequence in running:
             # Once the step in flight is done: all tokens there are now are computed, and there is one more.
@@ -166,7 +170,7 @@ class Scheduler:
         self._ending = ending
         return plan
 
-    def advance(self, plan: StepPlan) -> None:
+    def advance(self, plan: StepPlan[S]) -> None:
         """The plan's step is done: what it computed is written. Sequences that have finished meanwhile are passed."""
         block_size, advance = self._kv.block_size, self._kv.advance
         for sequence, count, _ in plan.entries:
@@ -176,13 +180,13 @@ class Scheduler:
                 if count > 1 or computed % block_size == 0:
                     advance(sequence.kv, computed)
 
-    def _divide(self, contexts: list[Sequence], num_generating: int) -> list[int]:
+    def _divide(self, contexts: list[S], num_generating: int) -> list[int]:
         """Generation goes first: each of its tokens is one that somebody waits for."""
         settings = self.settings
         return divide(contexts, settings.max_num_tokens - num_generating, settings.max_batch_size - num_generating,
                       settings.chunking, self._kv.block_size)
 
-    def _grow_all(self, contexts: list[Sequence], num_generating: int, plan: StepPlan) -> None:
+    def _grow_all(self, contexts: list[S], num_generating: int, plan: StepPlan[S]) -> None:
         """Blocks for what each running sequence computes next. The oldest first, so that the last started give way."""
         counts = iter(self._divide(contexts, num_generating))
         for sequence in self._running:  # pauses shorten it from its end
@@ -195,7 +199,7 @@ class Scheduler:
                     if last is sequence:
                         break
 
-    def _pause(self, sequence: Sequence, plan: StepPlan) -> None:
+    def _pause(self, sequence: S, plan: StepPlan[S]) -> None:
         assert self.settings.policy is SchedulerPolicy.MAX_UTILIZATION, "reserved blocks are missing"
         assert len(self._running) > 1, "a sequence that fits the cache does not fit it alone"
         self._running.pop()
@@ -207,24 +211,25 @@ class Scheduler:
         self.num_pauses += 1
         plan.paused.append(sequence)
 
-    def _release(self, sequence: Sequence, publish: bool) -> None:
+    def _release(self, sequence: S, publish: bool) -> None:
         if publish and sequence.kv.num_computed < sequence.num_computed:
             self._kv.advance(sequence.kv, sequence.num_computed)
         self._kv.release(sequence.kv, publish_tail=publish)
 
-    def _admit(self, contexts: list[Sequence], num_generating: int, plan: StepPlan) -> int:
+    def _admit(self, contexts: list[S], num_generating: int, plan: StepPlan[S]) -> int:
         """Starts waiting sequences, appending to `contexts` those that have more than one token pending.
 
         Returns the number of the others.
         """
         settings, admission, kv, running = self.settings, self._admission, self._kv, self._running
         num_single = 0
+        candidates = admission.candidates(running)
         while True:
             left = settings.max_num_tokens - num_generating - num_single
             room = room_for_next(contexts, left, settings.chunking, kv.block_size)
-            sequence = admission.next(running) if room else None
+            sequence = next(candidates, None) if room else None
             if sequence is None or not admission.start(sequence, running, room):
-                break
+                return num_single
             sequence.state = RUNNING
             sequence.num_computed = sequence.kv.num_computed
             if sequence.num_cached is None:
@@ -235,9 +240,8 @@ class Scheduler:
                 num_single += 1
             else:
                 contexts.append(sequence)
-        return num_single
 
-    def _expire(self, plan: StepPlan) -> None:
+    def _expire(self, plan: StepPlan[S]) -> None:
         now, self._next_deadline = self._clock(), math.inf
         for sequence in list(self.sequences):
             if sequence.deadline is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from ..kv import KvSequence, Probe
@@ -20,7 +20,7 @@ class SequenceState(Enum):
     FINISHED = "finished"
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class Sequence:
     """A list of tokens of which some are computed: their KV is in the cache.
 
@@ -51,15 +51,19 @@ class Sequence:
     arrival: float = 0.0
     deadline: float | None = None
     prompt_logits: bool = False
-    state: SequenceState = SequenceState.WAITING
-    num_computed: int = 0
-    num_cached: int | None = None
-    num_scored: int = 0
+    state: SequenceState = field(default=SequenceState.WAITING, init=False)
+    num_computed: int = field(default=0, init=False)
+    num_cached: int | None = field(default=None, init=False)
+    num_scored: int = field(default=0, init=False)
     # Place in the queue: (seconds, serial number). Never changes, so a paused sequence gets its old place back.
-    rank: tuple[float, int] = (0.0, 0)
+    rank: tuple[float, int] = field(default=(0.0, 0), init=False)
     # What it waits for: a prefix that another sequence is computing; and how often it began to wait.
-    awaited: Probe | None = field(default=None, repr=False)
-    num_waits: int = 0
+    awaited: Probe | None = field(default=None, init=False)
+    num_waits: int = field(default=0, init=False)
+
+    def __repr__(self) -> str:
+        return (f"Sequence({self.request_id}: {self.state.value}, {self.num_computed} of {len(self.tokens)} tokens "
+                f"computed, at most {self.max_len})")
 
     @property
     def num_pending(self) -> int:
@@ -80,3 +84,6 @@ class Sequence:
         if self.prompt_logits:
             return max(end - max(self.num_computed, self.num_scored), 0)
         return int(end == len(self.tokens))
+
+
+S = TypeVar("S", bound=Sequence)
