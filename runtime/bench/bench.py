@@ -131,8 +131,8 @@ async def _samples(driver: Driver) -> Samples | None:
 
 async def _poll(driver: Driver, usage: list[float]) -> None:
     while True:
+        await asyncio.sleep(_KV_PERIOD_S)  # first: nothing has been sent yet
         samples = await _samples(driver)
         value = samples.total(_KV_USAGE) if samples else None
         if value is not None and not math.isnan(value):
             usage.append(value)
-        await asyncio.sleep(_KV_PERIOD_S)

@@ -153,7 +153,8 @@ def _result_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("prefix cache", _NOT_TOLD if cache is None else
          f"{cache['hit_rate']:.1%} of prompt tokens reused ({cache['cached_tokens']} of {cache['prompt_tokens']}); "
          f"{cache['hit']} hit, {cache['partial']} partial, {cache['miss']} miss"),
-        ("KV use", _NOT_TOLD if kv is None else f"{kv['mean']:.1%} in the mean, {kv['max']:.1%} at most"),
+        ("KV use", f"{kv['mean']:.1%} in the mean, {kv['max']:.1%} at most" if kv is not None else
+         "not read in so short a time" if server is not None else _NOT_TOLD),
         ("paused", _NOT_TOLD if server is None or server["paused"] is None else f"{server['paused']:.0f}"),
     ]
     if server and server["misses"]:

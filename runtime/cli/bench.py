@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import math
 import os
+import sys
 import urllib.parse
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import RequestError, WorkFailed
 from .engine_options import add_engine_arguments, engine_options
 from .output import Progress, print_json, table
+from .serve import SWITCH_INTERVAL_S
 
 if TYPE_CHECKING:
     from ..bench.bench import Plan, Result
@@ -209,7 +212,8 @@ async def _driver(arguments: argparse.Namespace) -> AsyncGenerator[Driver, None]
         from ..bench.drivers.in_process import in_process
 
         async with in_process(arguments.engine, engine_options(arguments)) as driver:
-            yield driver
+            with _as_when_serving():
+                yield driver
         return
     url = urllib.parse.urlsplit(arguments.url)
     token = _token(arguments.token_file)
@@ -223,6 +227,20 @@ async def _driver(arguments: argparse.Namespace) -> AsyncGenerator[Driver, None]
         yield GrpcDriver(url.netloc, token, arguments.tls_ca, url.scheme == "grpcs", arguments.metrics_url)
     else:
         raise RequestError(f"--url {arguments.url}: expected grpc://HOST:PORT or http://HOST:PORT")
+
+
+@contextmanager
+def _as_when_serving() -> Iterator[None]:
+    """The interpreter as `ingot serve` sets it up, for threads that must not wait for each other."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        sys.setswitchinterval(interval)
 
 
 def _token(path: str | None) -> str | None:

@@ -1,6 +1,8 @@
 """ingot bench: options, files, messages, exit status."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +82,26 @@ def test_an_engine_in_process(capsys: pytest.CaptureFixture[str], mock_path: Pat
     assert len(report["records"]) == 12 and len(report["run"]["engine"]) == 64
     assert all(len(record["output_times_s"]) == 8 for record in report["records"])
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_nothing_of_the_servers_is_needed_in_process(mock_path: Path) -> None:
+    """Without the packages of the extras serve and bench."""
+    script = """
+import sys
+for name in ("aiohttp", "grpc", "google.protobuf", "smg_grpc_proto", "prometheus_client", "matplotlib"):
+    sys.modules[name] = None
+from ingot.runtime.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+    options = ["--isl", "5", "--osl", "3", "--num-requests", "4", "--kv-cache-tokens", "400", "--num-workers", "1"]
+    command = [sys.executable, "-c", script, "bench"]
+    done = subprocess.run([*command, str(mock_path), *options], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "4 finished" in done.stdout, done.stderr
+    for url in ("http://x", "grpc://x"):
+        done = subprocess.run([*command, "--url", url], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2 and "ingot-llm[serve]" in done.stderr and "Traceback" not in done.stderr
+    done = subprocess.run([*command, str(mock_path), "--plot", "x.png"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "ingot-llm[bench]" in done.stderr
 
 
 def test_json_and_refusals(capsys: pytest.CaptureFixture[str], mock_path: Path) -> None:
