@@ -80,7 +80,7 @@ INGOT_INLINE int ingot_first(const float *x, int n, float value) {
     }
 }
 
-INGOT_INLINE vd ingot_weights(vf x, vf peak, vf inverse) {
+INGOT_INLINE vd ingot_weigh_lanes(vf x, vf peak, vf inverse) {
     vd exact = __builtin_convertvector(vf_exp((x - peak) * inverse), vd);
     return (exact + INGOT_WEIGHT_ROUND) - INGOT_WEIGHT_ROUND;
 }
@@ -89,7 +89,7 @@ INGOT_INLINE vd ingot_weights(vf x, vf peak, vf inverse) {
 INGOT_INLINE double ingot_weigh(const float *x, int n, float peak, float inverse) {
     vd sums = {0};
     for (int i = 0; i < n; i += VF_LANES) {
-        sums += ingot_weights(ingot_lanes(x, i, n, INGOT_NONE), vf_set1(peak), vf_set1(inverse));
+        sums += ingot_weigh_lanes(ingot_lanes(x, i, n, INGOT_NONE), vf_set1(peak), vf_set1(inverse));
     }
     return vd_hsum(sums);
 }
@@ -98,7 +98,7 @@ INGOT_INLINE double ingot_weigh(const float *x, int n, float peak, float inverse
 INGOT_INLINE double ingot_weigh_into(float *w, const float *x, int n, float peak, float inverse) {
     vd sums = {0};
     for (int i = 0; i < n; i += VF_LANES) {
-        vd weights = ingot_weights(ingot_lanes(x, i, n, INGOT_NONE), vf_set1(peak), vf_set1(inverse));
+        vd weights = ingot_weigh_lanes(ingot_lanes(x, i, n, INGOT_NONE), vf_set1(peak), vf_set1(inverse));
         sums += weights;
         vf_store(w + i, __builtin_convertvector(weights, vf));
     }

@@ -45,8 +45,9 @@ def adversarial_rows(size: int) -> list[np.ndarray]:
     rows += [rng.integers(-2, 3, size), np.zeros(size), np.full(size, -7.5), np.arange(size) * 0.01,
              np.arange(size)[::-1] * 0.01, np.where(np.arange(size) % 2, -0.0, 0.0), rng.normal(size=size) * 1e-40,
              np.float32(1) + rng.integers(0, 40, size) * np.float32(2**-23), rng.uniform(-3, 3, size) * 1e38,
-             np.where(rng.random(size) < 0.5, -np.inf, rng.normal(size=size)), np.full(size, -3e38), np.full(size, 3e38),
-             np.where(np.arange(size) == size // 2, 4.0, -np.inf), np.where(np.arange(size) == size - 1, 50.0, 0.0),
+             np.where(rng.random(size) < 0.5, -np.inf, rng.normal(size=size)), np.full(size, -3e38),
+             np.full(size, 3e38), np.where(np.arange(size) == size // 2, 4.0, -np.inf),
+             np.where(np.arange(size) == size - 1, 50.0, 0.0),
              np.concatenate([[10.0], np.full(size - 1, -15.5)])]
     return [row.astype(np.float32) for row in rows]
 
