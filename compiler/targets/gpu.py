@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from ingot.plugins.gpu.device import Device
 from ingot.runtime.errors import RequestError
 
 _OPERAND_TYPES = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8", "int8": "int8", "int4": "bf16",
@@ -60,6 +61,11 @@ class Gpu:
     @property
     def bytes_per_s(self) -> float:
         return self.bandwidth_gb_s * 1e9
+
+    @property
+    def device(self) -> Device:
+        """What the kernels' tactics need."""
+        return Device(self.arch.name, self.arch.capability, self.num_sms, self.arch.shared_per_block)
 
     def operand_type(self, precision: str) -> str:
         """The type whose Tensor Core rate a precision's linear layers run at."""

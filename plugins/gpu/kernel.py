@@ -3,8 +3,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+SIZES = {"T": 0, "B": 1, "L": 2}
+"""Where a step's counts stand in its array `sizes` (i32): tokens, sequences, rows of logits. Kernels read them from
+there, since a recorded launch has fixed arguments."""
 
 Constant = int | float | bool | str | None
 
@@ -120,3 +125,11 @@ def symbol(name: str, *words: object) -> str:
     if len(text) <= 100:
         return text
     return f"{text[:83]}_{hashlib.sha256(json.dumps(text).encode()).hexdigest()[:16]}"
+
+
+def arguments(parameters: Mapping[str, Parameter | None], constants: Mapping[str, Constant],
+              ) -> tuple[tuple[tuple[str, Parameter], ...], tuple[tuple[str, Constant], ...]]:
+    """What a kernel is made of: parameters that are None become constants, so that the code without them is gone."""
+    absent: dict[str, Constant] = {name: None for name, kind in parameters.items() if kind is None}
+    return (tuple((name, kind) for name, kind in parameters.items() if kind is not None),
+            tuple((absent | dict(constants)).items()))

@@ -9,6 +9,9 @@ INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
 _ROUND: tl.constexpr = tl.constexpr(12582912.0)
 """1.5 * 2^23: what is added to it loses its fraction."""
 
+_SUBNORMAL_E4M3: tl.constexpr = tl.constexpr(24576.0)
+"""1.5 * 2^14: what is added to it is rounded to multiples of 2^-9, the smallest e4m3."""
+
 
 @triton.jit
 def dot(a, b, acc):
@@ -22,20 +25,64 @@ def dot(a, b, acc):
 
 
 @triton.jit
+def dot_nvfp4(a, a_scale, b, b_scale, acc):
+    """acc + a @ b^T, e2m1 with an e4m3 scale for 16 channels. a [N, K/2], b [M, K/2] u8, low nibble the even channel;
+    a_scale [N, K/16], b_scale [M, K/16]. The interpreter knows no e4m3 scales: there the product is written out."""
+    if INTERPRETED:
+        return tl.dot(_wide_nvfp4(a, a_scale), _wide_nvfp4(b, b_scale).T, acc, input_precision="ieee")
+    else:
+        return tl.dot_scaled(a, a_scale, "e2m1", b.T, b_scale, "e2m1", acc)
+
+
+@triton.jit
+def _wide_nvfp4(packed, scale):
+    """float32 [R, K] of packed u8 [R, K/2] and scale e4m3 [R, K/16]."""
+    ROWS: tl.constexpr = packed.shape[0]
+    K: tl.constexpr = 2 * packed.shape[1]
+    code = tl.join(packed & 15, packed >> 4).reshape(ROWS, K).to(tl.int32)
+    magnitude = code & 7
+    fraction = 1.0 + 0.5 * (magnitude & 1).to(tl.float32)
+    value = tl.where(magnitude < 2, 0.5 * magnitude.to(tl.float32),
+                     fraction * tl.exp2(((magnitude >> 1) - 1).to(tl.float32)))
+    value = tl.where(code > 7, -value, value).reshape(ROWS, K // 16, 16)
+    return (value * scale.to(tl.float32)[:, :, None]).reshape(ROWS, K)
+
+
+@triton.jit
 def rint(v):
     """The nearest integer of float32 v, ties to even; |v| < 2^22."""
     return (v + _ROUND) - _ROUND
 
 
 @triton.jit
+def narrow(v, TO: tl.constexpr):
+    """float32 v rounded to nearest, ties to even, in floating-point type TO (bf16, fp16, e4m3, float32).
+
+    The interpreter's own casts cut bf16 off and lose carries of e4m3. There v is first rounded in float32 to a value
+    that the type holds, so that the cast has nothing left to round.
+    """
+    if INTERPRETED and TO == tl.bfloat16:  # noqa: SIM300
+        bits = v.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+        return bits.to(tl.float32, bitcast=True).to(TO)
+    elif INTERPRETED and TO == tl.float8e4nv:  # noqa: SIM300
+        bits = v.to(tl.int32, bitcast=True)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+        below = (v + _SUBNORMAL_E4M3) - _SUBNORMAL_E4M3
+        return tl.where(tl.abs(v) < 0.015625, below, normal).to(TO)
+    else:
+        return v.to(TO)
+
+
+@triton.jit
 def quantize(v, TO: tl.constexpr):
     """float32 v, |v| at most the type's largest value, rounded to nearest: TO "fp8" (e4m3), "int8", "bf16", "fp16"."""
     if TO == "fp8":
-        return v.to(tl.float8e4nv)
+        return narrow(v, tl.float8e4nv)
     elif TO == "int8":
         return rint(v).to(tl.int8)
     elif TO == "bf16":
-        return v.to(tl.bfloat16)
+        return narrow(v, tl.bfloat16)
     elif TO == "fp16":
         return v.to(tl.float16)
     else:

@@ -1,0 +1,259 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
+"""y = act(x) W^T on Tensor Cores, W in any of the formats of gpu_formats.py.
+
+One orientation serves all: the weights are operand A of the matrix instruction (rows are output features), the tokens
+its columns. So 4-bit weights are widened in registers, where operand A may lie on every architecture, and a few tokens
+fill the narrow side of the instruction (8 columns) instead of a tile of 64 rows.
+"""
+import triton
+import triton.language as tl
+
+from ..gpu.math import activation, dot, dot_nvfp4, limit, narrow, quantize
+
+
+@triton.jit
+def _weights(w, n, k, N, W_ROW: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, BN: tl.constexpr,
+             TMA: tl.constexpr):
+    """The tile [BN, WIDTH] of stored weights at row n, element k of a row of W_ROW stored elements."""
+    if TMA:
+        return w.load([n, k])
+    else:
+        # Rows beyond N repeat the last one: no mask, and their results are not stored.
+        rows = tl.minimum(n + tl.arange(0, BN), N - 1).to(tl.int64)
+        columns = k + tl.arange(0, WIDTH)
+        if EVEN:
+            return tl.load(w + rows[:, None] * W_ROW + columns[None, :])
+        else:
+            return tl.load(w + rows[:, None] * W_ROW + columns[None, :], mask=columns[None, :] < W_ROW, other=0.0)
+
+
+@triton.jit
+def _tokens(x, m, k, num_rows, X_ROW: tl.constexpr, X_STRIDE: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
+            BM: tl.constexpr, TMA: tl.constexpr):
+    """The tile [BM, WIDTH] of activations at row m, element k; rows beyond the last repeat it."""
+    if TMA:
+        return x.load([m, k])
+    else:
+        rows = tl.minimum(m + tl.arange(0, BM), num_rows - 1).to(tl.int64)
+        columns = k + tl.arange(0, WIDTH)
+        if EVEN:
+            return tl.load(x + rows[:, None] * X_STRIDE + columns[None, :])
+        else:
+            return tl.load(x + rows[:, None] * X_STRIDE + columns[None, :], mask=columns[None, :] < X_ROW, other=0.0)
+
+
+@triton.jit
+def _scan(x, norm_weight, m, num_rows, K: tl.constexpr, X_STRIDE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):
+    """Largest magnitude of x (times the norm's weight) and sum of squares of x, for each row: float32 [BM] twice."""
+    largest = tl.zeros((BM,), tl.float32)
+    squares = tl.zeros((BM,), tl.float32)
+    for k in range(0, K, BK):
+        v = _tokens(x, m, k, num_rows, K, X_STRIDE, BK, K % BK == 0, BM, False).to(tl.float32)
+        squares += tl.sum(v * v, 1)
+        if norm_weight is not None:
+            v = v * tl.load(norm_weight + k + tl.arange(0, BK), mask=k + tl.arange(0, BK) < K, other=0.0)[None, :]
+        largest = tl.maximum(largest, tl.max(tl.abs(v), 1))
+    return largest, squares
+
+
+@triton.jit
+def _prepared(b, norm_weight, inverse, k, K: tl.constexpr, BK: tl.constexpr, QUANTIZE: tl.constexpr):
+    """Activations as the matrix instruction takes them: times the norm's weight, quantized. b [BM, BK]."""
+    if norm_weight is None and QUANTIZE == "":
+        return b
+    else:
+        v = b.to(tl.float32)
+        if norm_weight is not None:
+            v = v * tl.load(norm_weight + k + tl.arange(0, BK), mask=k + tl.arange(0, BK) < K, other=0.0)[None, :]
+        if QUANTIZE == "":
+            return narrow(v, b.dtype)
+        else:
+            return quantize(v * inverse[:, None], QUANTIZE)
+
+
+@triton.jit
+def _widened(q, zero, TO: tl.constexpr):
+    """Four-bit integers 0..15 less their zero point, exactly, in type TO. q u8 [BN, BK/2], zero i8 [BN, 1] or 8."""
+    values = q.to(tl.int8) - zero
+    if TO == tl.float8e4nv:  # noqa: SIM300
+        return values.to(tl.float16).to(TO)
+    else:
+        return values.to(TO)
+
+
+@triton.jit
+def _four_bits(w, scale, zero, b_low, b_high, acc, n, k, N, W_ROW: tl.constexpr, GROUPS: tl.constexpr,
+               HALF: tl.constexpr, BN: tl.constexpr, TMA: tl.constexpr, DEFER: tl.constexpr):
+    """acc + the group's weights times activations. A byte holds channel j of the group below and j + HALF above, so
+    both halves are dense tiles. DEFER: integers are multiplied, and the sum is scaled; else the weights are scaled and
+    rounded to the activations' type, as a dequantized checkpoint has them."""
+    packed = _weights(w, n, k // 2, N, W_ROW, HALF, True, BN, TMA)
+    rows = tl.minimum(n + tl.arange(0, BN), N - 1)
+    at = rows * GROUPS + k // (2 * HALF)
+    s = tl.load(scale + at).to(tl.float32)
+    z = tl.load(zero + at).to(tl.int8)[:, None] if zero is not None else 8
+    kind: tl.constexpr = b_low.dtype
+    if DEFER:
+        part = tl.zeros(acc.shape, tl.int32 if kind == tl.int8 else tl.float32)
+        part = dot(_widened(packed & 15, z, kind), b_low.T, part)
+        part = dot(_widened(packed >> 4, z, kind), b_high.T, part)
+        return acc + part.to(tl.float32) * s[:, None]
+    else:
+        low = narrow(_widened(packed & 15, z, tl.float32) * s[:, None], kind)
+        high = narrow(_widened(packed >> 4, z, tl.float32) * s[:, None], kind)
+        return dot(high, b_high.T, dot(low, b_low.T, acc))
+
+
+@triton.jit
+def _scaled_blocks(w, w_scale, b, b_scale, acc, n, k, N, K: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
+                   TMA: tl.constexpr):
+    """acc + e2m1 weights times e2m1 activations, each with an e4m3 scale for 16 channels. b [BM, BK/2] packed,
+    b_scale [BM, BK/16]."""
+    a = _weights(w, n, k // 2, N, K // 2, BK // 2, K % BK == 0, BN, TMA)
+    rows = tl.minimum(n + tl.arange(0, BN), N - 1).to(tl.int64)
+    blocks = k // 16 + tl.arange(0, BK // 16)
+    a_scale = tl.load(w_scale + rows[:, None] * (K // 16) + blocks[None, :], mask=blocks[None, :] < K // 16, other=0.0)
+    return dot_nvfp4(a, a_scale, b, b_scale, acc)
+
+
+@triton.jit
+def linear(x, w, y, sizes, x_scale, w_scale, w_zero, scale, bias, residual, norm_weight, y_scale, partial, arrived,
+           ROWS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, X_STRIDE: tl.constexpr, WEIGHTS: tl.constexpr,
+           W_ROW: tl.constexpr, QUANTIZE: tl.constexpr, DEFER: tl.constexpr, GATED: tl.constexpr, EPS: tl.constexpr,
+           TO: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
+           TMA: tl.constexpr):
+    """One tile [BN features, BM tokens] of y, or of one K-range of it. tactics.py says what may be None.
+
+    x           [M, K] in the activation type, rows X_STRIDE elements apart; nvfp4: u8 [M, K/2]
+    w           as gpu_formats.py packs it; GATED: the gate's N rows, then those of the other factor
+    y           [M, N]
+    sizes       i32: sizes[ROWS] is M
+    x_scale     f32 [M]; nvfp4: e4m3 [M, K/16]. w_scale, w_zero: by format. scale f32 [1]: one more factor
+    bias        f32 [N] (GATED: [2N]); residual [M, N] in the type of y; norm_weight f32 [K]
+    y_scale     f32 [1]: results are divided by it and stored as TO
+    partial     f32, arrived i32 (zero before and after): where the SPLITS of K meet; the last to come adds them up in
+                their order
+    """
+    num_rows = tl.load(sizes + ROWS)
+    tiles_n: tl.constexpr = (N + BN - 1) // BN
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    n, m = (tile % tiles_n) * BN, (tile // tiles_n) * BM
+    if m >= num_rows:
+        return
+    FOUR_BITS: tl.constexpr = WEIGHTS == "int4"
+    WHOLE_INTEGERS: tl.constexpr = WEIGHTS == "int8"
+    acc = tl.zeros((BN, BM), tl.int32 if WHOLE_INTEGERS else tl.float32)
+    acc2 = tl.zeros((BN, BM), tl.int32 if WHOLE_INTEGERS else tl.float32)
+    squares = tl.zeros((BM,), tl.float32)
+    inverse = tl.zeros((BM,), tl.float32)
+    token_scale = tl.full((BM,), 1.0, tl.float32)
+    ms = m + tl.arange(0, BM)
+    safe_ms = tl.minimum(ms, num_rows - 1)
+    if QUANTIZE != "":
+        largest, squares = _scan(x, norm_weight, m, num_rows, K, X_STRIDE, BM, BK)
+        token_scale = largest / limit(QUANTIZE)
+        inverse = tl.where(largest > 0, limit(QUANTIZE) / largest, 0.0)
+    elif x_scale is not None and WEIGHTS != "nvfp4":
+        token_scale = tl.load(x_scale + safe_ms)
+
+    STEPS: tl.constexpr = (K + BK * SPLITS - 1) // (BK * SPLITS)
+    EVEN: tl.constexpr = K % (BK * SPLITS) == 0
+    begin = split * (STEPS * BK)
+    for step in range(STEPS):
+        k = begin + step * BK
+        if WEIGHTS == "nvfp4":
+            b = _tokens(x, m, k // 2, num_rows, K // 2, X_STRIDE, BK // 2, EVEN, BM, TMA)
+            blocks = k // 16 + tl.arange(0, BK // 16)
+            b_scale = tl.load(x_scale + safe_ms[:, None] * (K // 16) + blocks[None, :],
+                              mask=blocks[None, :] < K // 16, other=0.0)
+            acc = _scaled_blocks(w, w_scale, b, b_scale, acc, n, k, N, K, BK, BN, TMA)
+            if GATED != "":
+                acc2 = _scaled_blocks(w, w_scale, b, b_scale, acc2, N + n, k, 2 * N, K, BK, BN, TMA)
+        elif FOUR_BITS:
+            low = _tokens(x, m, k, num_rows, K, X_STRIDE, BK // 2, EVEN, BM, TMA)
+            high = _tokens(x, m, k + BK // 2, num_rows, K, X_STRIDE, BK // 2, EVEN, BM, TMA)
+            if norm_weight is not None and QUANTIZE == "":
+                squares += tl.sum(low.to(tl.float32) * low.to(tl.float32), 1)
+                squares += tl.sum(high.to(tl.float32) * high.to(tl.float32), 1)
+            low = _prepared(low, norm_weight, inverse, k, K, BK // 2, QUANTIZE)
+            high = _prepared(high, norm_weight, inverse, k + BK // 2, K, BK // 2, QUANTIZE)
+            acc = _four_bits(w, w_scale, w_zero, low, high, acc, n, k, N, W_ROW, 2 * W_ROW // BK, BK // 2, BN, TMA,
+                             DEFER)
+            if GATED != "":
+                acc2 = _four_bits(w, w_scale, w_zero, low, high, acc2, N + n, k, 2 * N, W_ROW, 2 * W_ROW // BK, BK // 2,
+                                  BN, TMA, DEFER)
+        else:
+            b = _tokens(x, m, k, num_rows, K, X_STRIDE, BK, EVEN, BM, TMA)
+            if norm_weight is not None and QUANTIZE == "":
+                squares += tl.sum(b.to(tl.float32) * b.to(tl.float32), 1)
+            b = _prepared(b, norm_weight, inverse, k, K, BK, QUANTIZE)
+            acc = dot(_weights(w, n, k, N, W_ROW, BK, EVEN, BN, TMA), b.T, acc)
+            if GATED != "":
+                acc2 = dot(_weights(w, N + n, k, 2 * N, W_ROW, BK, EVEN, BN, TMA), b.T, acc2)
+
+    if SPLITS > 1:
+        ACCUMULATORS: tl.constexpr = 1 if GATED == "" else 2
+        SLOT: tl.constexpr = (ACCUMULATORS * BN + 1) * BM
+        at = partial + tile * (SPLITS * SLOT)
+        element = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
+        mine = at + split * SLOT
+        tl.store(mine + element, acc.to(tl.float32))
+        if GATED != "":
+            tl.store(mine + BN * BM + element, acc2.to(tl.float32))
+        tl.store(mine + ACCUMULATORS * BN * BM + tl.arange(0, BM), squares)
+        tl.debug_barrier()
+        if tl.atomic_add(arrived + tile, 1, sem="acq_rel") != SPLITS - 1:
+            return
+        acc_all = tl.zeros((BN, BM), tl.float32)
+        acc2_all = tl.zeros((BN, BM), tl.float32)
+        squares_all = tl.zeros((BM,), tl.float32)
+        for other in range(SPLITS):
+            its = at + other * SLOT
+            acc_all += tl.load(its + element, cache_modifier=".cg")
+            if GATED != "":
+                acc2_all += tl.load(its + BN * BM + element, cache_modifier=".cg")
+            squares_all += tl.load(its + ACCUMULATORS * BN * BM + tl.arange(0, BM), cache_modifier=".cg")
+        tl.store(arrived + tile, 0)
+        if QUANTIZE != "":
+            squares_all = squares  # every split has seen the whole row
+        _finish(acc_all, acc2_all, squares_all, token_scale, y, w_scale, scale, bias, residual, norm_weight, y_scale,
+                n, m, num_rows, N, K, WEIGHTS, GATED, EPS, TO, BM, BN)
+    else:
+        _finish(acc.to(tl.float32), acc2.to(tl.float32), squares, token_scale, y, w_scale, scale, bias, residual,
+                norm_weight, y_scale, n, m, num_rows, N, K, WEIGHTS, GATED, EPS, TO, BM, BN)
+
+
+@triton.jit
+def _finish(acc, acc2, squares, token_scale, y, w_scale, scale, bias, residual, norm_weight, y_scale, n, m, num_rows,
+            N: tl.constexpr, K: tl.constexpr, WEIGHTS: tl.constexpr, GATED: tl.constexpr, EPS: tl.constexpr,
+            TO: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """Scales, bias, gate, residual; then the tile goes to y."""
+    ns, ms = n + tl.arange(0, BN), m + tl.arange(0, BM)
+    inside_n = ns < N
+    if norm_weight is not None:
+        token_scale = token_scale * tl.rsqrt(squares / K + EPS)
+    acc = acc * token_scale[None, :]
+    acc2 = acc2 * token_scale[None, :]
+    if scale is not None:
+        factor = tl.load(scale)
+        acc, acc2 = acc * factor, acc2 * factor
+    if WEIGHTS == "fp8" or WEIGHTS == "int8":
+        acc *= tl.load(w_scale + ns, mask=inside_n, other=0.0)[:, None]
+        if GATED != "":
+            acc2 *= tl.load(w_scale + N + ns, mask=inside_n, other=0.0)[:, None]
+    if bias is not None:
+        acc += tl.load(bias + ns, mask=inside_n, other=0.0)[:, None]
+        if GATED != "":
+            acc2 += tl.load(bias + N + ns, mask=inside_n, other=0.0)[:, None]
+    if GATED != "":
+        acc = activation(acc, GATED) * acc2
+    out = acc.T
+    at = ms.to(tl.int64)[:, None] * N + ns[None, :]
+    inside = (ms < num_rows)[:, None] & inside_n[None, :]
+    if residual is not None:
+        out += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+    if y_scale is not None:
+        out = out / tl.load(y_scale)
+        out = tl.minimum(tl.maximum(out, -limit(TO)), limit(TO))
+    tl.store(y + at, quantize(out, TO), mask=inside)

@@ -1,0 +1,77 @@
+"""The meaning of the GPU's linear layer in numpy: integers and scales to the bit, sums in float64."""
+from __future__ import annotations
+
+from math import erf
+
+import numpy as np
+
+from ..gpu.floats import E4M3_MAX, from_bf16, from_e2m1, from_e4m3, to_bf16, to_e4m3
+from .gpu_formats import Packed, unpack, unpack_nibbles
+from .tactics import Problem
+
+
+def quantize_tokens(x: np.ndarray, to: str) -> tuple[np.ndarray, np.ndarray]:
+    """x float32 [M, K] -> (bits u8 e4m3 or i8 [M, K], scale float32 [M]): one scale a token."""
+    most = np.abs(x).max(axis=1)
+    largest = E4M3_MAX if to == "fp8" else np.float32(127)
+    inverse = np.divide(largest, most, out=np.zeros_like(most), where=most > 0)
+    scaled = x * inverse[:, None]
+    return (to_e4m3(scaled) if to == "fp8" else np.rint(scaled).astype(np.int8)), most / largest
+
+
+def values(x: np.ndarray, to: str) -> np.ndarray:
+    """What the stored activations are worth without their scale, float64."""
+    if to == "bf16":
+        return from_bf16(x).astype(np.float64)
+    return (from_e4m3(x) if to == "fp8" else x).astype(np.float64)
+
+
+def linear(problem: Problem, x: np.ndarray, packed: Packed, *, x_scale: np.ndarray | None = None, scale: float = 1.0,
+           bias: np.ndarray | None = None, residual: np.ndarray | None = None, norm_weight: np.ndarray | None = None,
+           y_scale: float | None = None) -> np.ndarray:
+    """float64 [M, N] before it is rounded to the type of y. Arrays as the kernel takes them, bits where numpy lacks
+    the type."""
+    p = problem
+    weights = unpack(packed).astype(np.float64)
+    if p.format == "int4" and p.activation in ("bf16", "fp16"):  # dequantized to the type of the activations
+        weights = from_bf16(to_bf16(weights)).astype(np.float64) if p.activation == "bf16" else \
+            weights.astype(np.float16).astype(np.float64)
+    if p.activation == "nvfp4":
+        assert x_scale is not None
+        blocks = from_e2m1(unpack_nibbles(x)).reshape(len(x), -1, 16).astype(np.float64)
+        rows = (blocks * from_e4m3(x_scale)[..., None]).reshape(len(x), -1)
+        weights = weights / packed.factor  # it is part of `scale`
+    else:
+        rows = values(x, p.float_type if p.quantizes else p.activation)
+        if p.norm_eps is not None:
+            rows = rows * norm_weight
+        if p.quantizes:
+            bits, token_scale = quantize_tokens(rows.astype(np.float32), p.activation)
+            rows = values(bits, p.activation) * token_scale[:, None]
+        elif p.norm_eps is not None:
+            rows = from_bf16(to_bf16(rows)).astype(np.float64) if p.activation == "bf16" else rows
+        if x_scale is not None:
+            rows = rows * x_scale[:, None]
+        if p.norm_eps is not None:
+            wide = values(x, p.float_type)
+            rows = rows / np.sqrt((wide * wide).mean(axis=1, keepdims=True) + p.norm_eps)
+    y = rows @ weights.T * scale
+    if bias is not None:
+        y = y + bias
+    if p.gated:
+        y = activate(y[:, :p.n], p.gated) * y[:, p.n:]
+    if residual is not None:
+        y = y + values(residual, p.float_type)
+    return y if y_scale is None else y / y_scale
+
+
+def activate(v: np.ndarray, kind: str) -> np.ndarray:
+    """float64."""
+    if kind == "silu":
+        return v / (1 + np.exp(-v))
+    if kind == "gelu_tanh":
+        return 0.5 * v * (1 + np.tanh(np.sqrt(2 / np.pi) * (v + 0.044715 * v**3)))
+    if kind == "gelu":
+        return 0.5 * v * (1 + np.vectorize(erf)(v / np.sqrt(2)))
+    assert kind == "relu", kind
+    return np.maximum(v, 0)

@@ -1,0 +1,247 @@
+"""The ways to compute a linear layer on a GPU: for a problem and a device, the legal candidates and the refused ones.
+
+Two shapes of the same kernel. Context: tiles large enough that Tensor Cores are the limit. Generation: the weights come
+from memory once, and the K dimension is split until all multiprocessors read; the last split to finish adds up.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+
+from ..gpu.device import Device
+from ..gpu.kernel import (
+    SIZES,
+    Candidate,
+    Candidates,
+    Constant,
+    Cost,
+    GpuKernel,
+    GpuLaunch,
+    Parameter,
+    Refusal,
+    TensorMap,
+    arguments,
+    symbol,
+)
+from .gpu_formats import ELEMENTS, FORMATS, GROUP, Format
+
+MODULE = "ingot.plugins.linear.gpu"
+_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1, "nvfp4": 0.5}
+_MAX_PREPARED = 16
+"""Up to so many tokens a kernel normalises and quantizes its own input: every block repeats that work."""
+
+_SPLIT_ROWS = 64
+"""Up to so many tokens K is split."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """y[M, n] = epilogue(prologue(x[M, k]) W[n, k]^T)
+
+    m           the most rows of a step in this bucket
+    format      key of gpu_formats.FORMATS
+    activation  type of x in the matrix instruction, one of the format's
+    float_type  "bf16", "fp16" or "fp32": of the residual, of y, and of x where the kernel prepares it itself
+    rows        "T" the tokens of a step, "L" its rows of logits
+    quantizes   x comes in float_type, and the kernel quantizes it by token
+    token_scales  quantized x comes with a scale a token; else its static scale is part of `scale`
+    norm_eps    x is normalised first (rms_norm); None: it is not
+    gated       activation of the gate; the weights are the gate's n rows, then n others: y = act(gate) * other
+    y_type      "" float_type, "fp8", "int8": quantized by a static scale
+    x_stride    elements between rows of x; 0: dense
+    """
+
+    m: int
+    n: int
+    k: int
+    format: str
+    activation: str
+    float_type: str = "bf16"
+    rows: str = "T"
+    zero_points: bool = False
+    quantizes: bool = False
+    token_scales: bool = False
+    scale: bool = False
+    bias: bool = False
+    residual: bool = False
+    norm_eps: float | None = None
+    gated: str = ""
+    y_type: str = ""
+    x_stride: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.activation in FORMATS[self.format].activations, self
+        assert not (self.quantizes and (self.token_scales or self.activation not in ("fp8", "int8"))), self
+        assert not (self.norm_eps is not None and self.token_scales), f"a norm of quantized values: {self}"
+        assert not self.zero_points or self.format == "int4", self
+
+    @property
+    def x_type(self) -> str:
+        """Of x in memory."""
+        return self.float_type if self.quantizes else self.activation
+
+    @property
+    def precision(self) -> str:
+        """The precision whose instruction the kernel must show."""
+        return "w4a8" if self.format == "int4" and self.activation in ("fp8", "int8") else self.format
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Features, tokens and channels of a block's step; parts of K; depth of the pipeline."""
+
+    features: int
+    tokens: int
+    channels: int
+    splits: int = 1
+    warps: int = 4
+    stages: int = 3
+    tma: bool = False
+
+
+def candidates(problem: Problem, device: Device) -> Candidates:
+    """Every legal tile, in a fixed order, and why others are not."""
+    name = f"linear.{problem.precision}"
+    if reason := unsupported(problem, device):
+        return Candidates(refused=(Refusal(name, reason),))
+    legal, refused = [], []
+    for tile in _tiles(problem, device):
+        shown = f"{name} {tile.features}x{tile.tokens}x{tile.channels}" + \
+            (f" split {tile.splits}" if tile.splits > 1 else "") + (" tma" if tile.tma else "")
+        need = shared_bytes(problem, tile)
+        if need > device.shared_per_block:
+            refused.append(Refusal(shown, f"needs {need} bytes of shared memory, {device.arch} has "
+                                          f"{device.shared_per_block} a block"))
+        else:
+            legal.append(Candidate(shown, (launch(problem, tile),), cost(problem, tile)))
+    return Candidates(tuple(legal), tuple(refused))
+
+
+def unsupported(problem: Problem, device: Device) -> str:
+    """Why no tile can serve the problem; "" if some can."""
+    p = problem
+    eight = (p.format, p.activation, p.y_type)
+    if "fp8" in eight and not device.has_fp8:
+        return f"fp8 needs sm_89 or newer, this is {device.arch}"
+    if p.format == "nvfp4" and not device.has_fp4:
+        return f"nvfp4 needs sm_100a or newer, this is {device.arch}"
+    if p.activation == "int8" and device.capability == 103:
+        return f"{device.arch} has no int8 Tensor Cores worth the name"
+    row_bytes = FORMATS[p.format].stored_row(p.k) * {"fp32": 4, "bf16": 2, "fp16": 2}.get(FORMATS[p.format].weights, 1)
+    if row_bytes % 16 or (p.x_stride or p.k) * _BYTES[p.x_type] % 16:
+        return f"rows of {p.k} channels do not start at multiples of 16 bytes"
+    if p.m > _MAX_PREPARED and (p.quantizes or p.norm_eps is not None):
+        return f"norm and quantization inside the kernel serve up to {_MAX_PREPARED} rows, this bucket has {p.m}"
+    return ""
+
+
+def _tiles(p: Problem, device: Device) -> list[Tile]:
+    channels, tiles = _channel_steps(p), []
+    if p.m <= _SPLIT_ROWS:
+        tokens = max(16, 1 << (p.m - 1).bit_length())
+        feature_steps: tuple[int, ...] = (64, 128) if device.has_warpgroup_mma else (32, 64)
+        if p.format == "nvfp4" and device.has_warpgroup_mma:
+            feature_steps = (128,)  # block-scaled tcgen05 takes no fewer; below, triton falls back to bf16
+        for features, step in product(feature_steps, channels):
+            blocks = -(-p.n // features)
+            for splits in (1, 2, 4, 8, 16):
+                enough = blocks * splits <= 4 * device.num_sms
+                even = -(-p.k // step) % splits == 0
+                if splits == 1 or (enough and even and p.k >= splits * step * 2):
+                    tiles.append(Tile(features, tokens, step, splits, 4, _stages(p, device, features, tokens, step, 5)))
+        return tiles
+    wide = (64, 128, 256) if p.m > 128 and device.has_warpgroup_mma and not p.gated and not _defers(p) else (64, 128)
+    for tokens, step, tma in product(wide, channels, (False, True)):
+        if tma and not device.has_tma:
+            continue
+        if (_defers(p) or p.gated) and tokens > 64 and not device.has_warpgroup_mma:
+            continue  # a second accumulator does not fit the registers
+        warps = 8 if tokens >= 128 else 4
+        tiles.append(Tile(128, tokens, step, 1, warps, _stages(p, device, 128, tokens, step, 4), tma))
+    return tiles
+
+
+def _defers(p: Problem) -> bool:
+    """Sums of a group are scaled apart."""
+    return p.format == "int4" and p.activation in ("fp8", "int8")
+
+
+def _channel_steps(p: Problem) -> tuple[int, ...]:
+    if p.format == "int4":
+        return (GROUP,)
+    if p.format == "nvfp4":
+        return (128, 256)
+    return {32: (32,), 16: (64, 128), 8: (128, 256)}[FORMATS[p.format].bits]
+
+
+def _stages(p: Problem, device: Device, features: int, tokens: int, step: int, most: int) -> int:
+    """As deep as shared memory allows."""
+    fitting = [n for n in range(2, most + 1) if shared_bytes(p, Tile(features, tokens, step, stages=n)) <=
+               device.shared_per_block]
+    return max(fitting, default=2)
+
+
+def shared_bytes(p: Problem, tile: Tile) -> int:
+    """Shared memory that the pipeline's buffers take; the compiler has the last word."""
+    weights = tile.features * tile.channels * FORMATS[p.format].bits // 8 * (2 if p.gated else 1)
+    tokens = int(tile.tokens * tile.channels * _BYTES[p.x_type])
+    epilogue = tile.features * tile.tokens * 4
+    return max(tile.stages * (weights + tokens), epilogue)
+
+
+def cost(p: Problem, tile: Tile) -> Cost:
+    rows = p.n * (2 if p.gated else 1)
+    num_bytes = FORMATS[p.format].weight_bytes(rows, p.k, p.zero_points) + p.m * p.k * _BYTES[p.x_type]
+    num_bytes += p.m * p.n * _BYTES[p.y_type or p.float_type] + p.residual * p.m * p.n * _BYTES[p.float_type]
+    if tile.splits > 1:
+        num_bytes += 2 * 4 * tile.splits * tile.tokens * rows
+    return Cost(num_bytes, 2.0 * p.m * rows * p.k)
+
+
+def launch(p: Problem, tile: Tile) -> GpuLaunch:
+    """The kernel of that tile and its grid."""
+    form = FORMATS[p.format]
+    parameters, constants = _parameters(p, form, tile)
+    blocks = -(-p.n // tile.features) * -(-p.m // tile.tokens)
+    words = [p.precision, p.activation if p.format == "int4" else "", f"n{p.n}", f"k{p.k}", p.rows,
+             f"{tile.features}x{tile.tokens}x{tile.channels}"]
+    options = ((f"s{tile.splits}", tile.splits > 1), ("tma", tile.tma), ("zero", p.zero_points),
+               ("quantize", p.quantizes), ("token", p.token_scales), ("scaled", p.scale), ("bias", p.bias),
+               ("residual", p.residual), (f"norm{p.norm_eps}", p.norm_eps is not None), (p.gated, p.gated),
+               (p.y_type, p.y_type), (p.float_type, p.float_type != "bf16"),
+               (f"x{p.x_stride}", p.x_stride not in (0, p.k)))
+    words += [word for word, used in options if used]
+    kernel = GpuKernel(symbol("linear", *words), MODULE, "linear", parameters, constants, tile.warps, tile.stages)
+    if tile.splits == 1:
+        return GpuLaunch(kernel, (blocks, 1, 1))
+    slot = ((2 if p.gated else 1) * tile.features + 1) * tile.tokens
+    return GpuLaunch(kernel, (blocks, tile.splits, 1), 4 * blocks * tile.splits * slot, 4 * blocks)
+
+
+def _parameters(p: Problem, form: Format, tile: Tile,
+                ) -> tuple[tuple[tuple[str, Parameter], ...], tuple[tuple[str, Constant], ...]]:
+    row = form.stored_row(p.k)
+    x_elements = p.k // 2 if p.activation == "nvfp4" else p.k
+    stride = p.x_stride or x_elements
+    halves = form.bits == 4
+    x: Parameter = f"*{ELEMENTS[p.x_type]}"
+    w: Parameter = f"*{form.weights}"
+    if tile.tma:
+        width = tile.channels // 2 if halves else tile.channels
+        x = TensorMap(ELEMENTS[p.x_type], (p.m, x_elements), stride, (tile.tokens, width))
+        w = TensorMap(form.weights, (p.n * (2 if p.gated else 1), row), row, (tile.features, width))
+    nvfp4 = p.format == "nvfp4"
+    wanted: dict[str, Parameter | None] = {
+        "x": x, "w": w, "y": f"*{ELEMENTS[p.y_type or p.float_type]}", "sizes": "*i32",
+        "x_scale": "*fp8e4nv" if nvfp4 else "*fp32" if p.token_scales else None,
+        "w_scale": f"*{form.scales}" if form.scales else None, "w_zero": "*u8" if p.zero_points else None,
+        "scale": "*fp32" if p.scale else None, "bias": "*fp32" if p.bias else None,
+        "residual": f"*{ELEMENTS[p.float_type]}" if p.residual else None,
+        "norm_weight": "*fp32" if p.norm_eps is not None else None, "y_scale": "*fp32" if p.y_type else None,
+        "partial": "*fp32" if tile.splits > 1 else None, "arrived": "*i32" if tile.splits > 1 else None}
+    constants: dict[str, Constant] = {
+        "ROWS": SIZES[p.rows], "N": p.n, "K": p.k, "X_STRIDE": stride, "WEIGHTS": p.format, "W_ROW": row,
+        "QUANTIZE": p.activation if p.quantizes else "", "DEFER": _defers(p), "GATED": p.gated,
+        "EPS": p.norm_eps or 0.0, "TO": p.y_type or p.float_type, "BM": tile.tokens, "BN": tile.features,
+        "BK": tile.channels, "SPLITS": tile.splits, "TMA": tile.tma}
+    return arguments(wanted, constants)
