@@ -1,6 +1,7 @@
 """From records and the server's metrics to a report: a dictionary for machines, tables for people."""
 
 import math
+import textwrap
 from collections.abc import Iterable
 from typing import Any
 
@@ -132,13 +133,18 @@ def report_text(report: dict[str, Any]) -> str:
 
 
 def _run_rows(run: dict[str, Any]) -> list[tuple[str, str]]:
-    """One row a fact; settings within one line."""
+    """A fact a row; long ones go on in the next."""
     def shown(value: Any) -> str:
         if isinstance(value, dict):
             return ", ".join(f"{key.replace('_', ' ')} {shown(item)}" for key, item in value.items())
         return _NOT_TOLD if value is None else str(value)
 
-    return [(name.replace("_", " "), shown(value)) for name, value in run.items() if value not in ({}, "")]
+    rows = []
+    for name, value in run.items():
+        if value not in ({}, ""):
+            first, *rest = textwrap.wrap(shown(value), 100, break_long_words=False)
+            rows += [(name.replace("_", " "), first), *(("", line) for line in rest)]
+    return rows
 
 
 def _result_rows(report: dict[str, Any]) -> list[tuple[str, str]]:

@@ -1,5 +1,6 @@
 """Answers in OpenAI's form: whole, and as the events of a stream."""
 
+import codecs
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -69,21 +70,30 @@ def chat_logprobs(tokens: Sequence[TokenLogprobs], count: int, names: TokenNames
         entry(*top) for top in zip(token.top_ids[:count], token.top_logprobs, strict=False)]} for token in tokens]}
 
 
+class Offsets:
+    """Where in a text its tokens begin: counts characters that are whole, for a token may hold part of one."""
+
+    def __init__(self) -> None:
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._num_chars = 0
+
+    def next(self, token: bytes) -> int:
+        begin = self._num_chars
+        self._num_chars += len(self._utf8.decode(token))
+        return begin
+
+
 def completion_logprobs(tokens: Sequence[TokenLogprobs | None], token_ids: Sequence[int], count: int, names: TokenNames,
-                        offset: int) -> dict[str, Any]:
-    """offset: characters of the answer before these tokens. Of a None only the token is told: it has no probability."""
-    words = [names.text(token_id) for token_id in token_ids]
-    offsets = []
-    for word in words:
-        offsets.append(offset)
-        offset += len(word)
+                        offsets: Offsets) -> dict[str, Any]:
+    """offsets: those of the answer, moved on. Of a None only the token is told: it has no probability."""
     tops = [None if token is None else {
         names.text(token.token_id): _finite(token.logprob),
         **{names.text(top): _finite(logprob)
            for top, logprob in zip(token.top_ids[:count], token.top_logprobs, strict=False)},
     } for token in tokens]
-    return {"tokens": words, "token_logprobs": [None if token is None else _finite(token.logprob) for token in tokens],
-            "top_logprobs": tops, "text_offset": offsets}
+    return {"tokens": [names.text(token_id) for token_id in token_ids],
+            "token_logprobs": [None if token is None else _finite(token.logprob) for token in tokens],
+            "top_logprobs": tops, "text_offset": [offsets.next(names.bytes(token_id)) for token_id in token_ids]}
 
 
 def _finite(logprob: float) -> float:
@@ -128,7 +138,7 @@ class Answer:
                 told: Sequence[int] = token_ids
                 if call.echo:
                     told, logprobs = [*self.prompt_ids, *told], [*(prompt_logprobs or ()), *logprobs]
-                choice["logprobs"] = completion_logprobs(logprobs, told, call.num_logprobs, names, 0)
+                choice["logprobs"] = completion_logprobs(logprobs, told, call.num_logprobs, names, Offsets())
         choice["finish_reason"] = "length" if call.no_answer else self.finish_reason
         choice["stop_reason"] = self.matched_stop
         if call.params.prompt_logprobs is not None and not call.echo:
@@ -158,7 +168,7 @@ class EventWriter:
         self._envelope = envelope
         self._head = f'data: {to_json(envelope.head(in_stream=True))[:-1]},"choices":['
         self._tail = '],"usage":null}\n\n' if call.include_usage else "]}\n\n"
-        self._offsets: dict[int, int] = {}
+        self._offsets: dict[int, Offsets] = {}
 
     def first(self, index: int) -> bytes:
         """Before the first output of a choice: a chat's role."""
@@ -192,10 +202,8 @@ class EventWriter:
                   count: int) -> dict[str, Any]:
         if self._call.is_chat:
             return chat_logprobs(logprobs, count, self._names)
-        offset = self._offsets.get(index, 0)
-        told = completion_logprobs(logprobs, output.token_ids, count, self._names, offset)
-        self._offsets[index] = offset + sum(map(len, told["tokens"]))
-        return told
+        offsets = self._offsets.setdefault(index, Offsets())
+        return completion_logprobs(logprobs, output.token_ids, count, self._names, offsets)
 
     def usage(self, usage: Usage) -> bytes:
         return event({**self._envelope.head(in_stream=True), "choices": [], "usage": usage.to_json()})

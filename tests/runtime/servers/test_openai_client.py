@@ -83,7 +83,8 @@ def test_completion_logprobs(client: openai.OpenAI) -> None:
     assert len(logprobs.tokens) == LENGTH and logprobs.tokens[0] == "H"
     assert logprobs.token_logprobs == [-0.5] * LENGTH
     assert logprobs.top_logprobs is not None and logprobs.top_logprobs[0] == {"H": -0.5, "!": -9999.0}
-    assert logprobs.text_offset[:3] == [0, 1, 2]
+    # "Hé": the second byte of é belongs to the character that the first one begins.
+    assert logprobs.text_offset[:4] == [0, 1, 1, 2] and logprobs.text_offset[-1] == len(ANSWER) - 1
     streamed = list(client.completions.create(model="mock", prompt="ab", max_tokens=100, logprobs=0, stream=True))
     offsets = [chunk.choices[0].logprobs.text_offset for chunk in streamed if chunk.choices[0].logprobs]
     assert [offset for some in offsets for offset in some or ()] == logprobs.text_offset
