@@ -14,7 +14,7 @@ from .admission import AdmissionStats, Room, room_for
 from .check import check
 from .events import EventBuffer
 from .groups import make_groups
-from .match import Match, find, probe
+from .match import Match, find, probe, without_source
 from .part import DEVICE, HOST
 from .publish import Publisher
 from .sequence import KvSequence, Probe
@@ -234,7 +234,7 @@ class KvCache:
                 return match, room
             if match is None or match.source is None:
                 return None
-            match = match.without_source(self.block_size)
+            match = without_source(match, self.groups, self.block_size)
 
     def _take(self, seq: KvSequence, match: Match | None, room: Room) -> None:
         """Fills the tables: what is shared is held and brought to the device, the rest is taken from the pool."""

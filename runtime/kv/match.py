@@ -28,10 +28,6 @@ class Match:
     source: Node | None
     num_tokens: int
 
-    def without_source(self, block_size: int) -> Match:
-        return Match(self.root, self.path, self.num_held, self.num_covered, self.nodes, None,
-                     len(self.nodes) * block_size)
-
 
 def walk(root: Node, seq: KvSequence, num_blocks: int, block_size: int) -> list[Node]:
     """The nodes that the sequence's first num_blocks blocks lead to, as far as there are any."""
@@ -76,11 +72,15 @@ def find(tree: PrefixTree, groups: Sequence[Group], seq: KvSequence, num_known: 
     if not extra or not partial or (source is not None and not source.is_complete):
         source, extra = None, 0
     nodes = path[:num_held_usable]
-    if len(groups) > 1 or groups[0].window is not None:
-        num_usable, source = _usable(groups, nodes, source, extra, block_size)
-        nodes = nodes[:num_usable]
-        extra = extra if source is not None else 0
-    return Match(root, path, num_held, num_covered, nodes, source, len(nodes) * block_size + extra)
+    match = Match(root, path, num_held, num_covered, nodes, source, len(nodes) * block_size + extra)
+    return _within_windows(match, groups, block_size)
+
+
+def without_source(match: Match, groups: Sequence[Group], block_size: int) -> Match:
+    """What can be used without copying a partly matching block."""
+    nodes = match.nodes
+    shorter = Match(match.root, match.path, match.num_held, match.num_covered, nodes, None, len(nodes) * block_size)
+    return _within_windows(shorter, groups, block_size)
 
 
 def _best_source(tree: PrefixTree, end: Node, seq: KvSequence, num_whole: int,
@@ -92,9 +92,11 @@ def _best_source(tree: PrefixTree, end: Node, seq: KvSequence, num_whole: int,
     return tree.best_child(end, rest, lambda node: node.is_complete)
 
 
-def _usable(groups: Sequence[Group], nodes: Sequence[Node], source: Node | None, extra: int,
-            block_size: int) -> tuple[int, Node | None]:
-    """How many nodes can be used although blocks outside the windows may be gone, and with or without the source."""
+def _within_windows(match: Match, groups: Sequence[Group], block_size: int) -> Match:
+    """Shortens the match until the tables with a window have all blocks that the next token can see."""
+    if len(groups) == 1 and groups[0].window is None:
+        return match
+    nodes, num_tokens = match.nodes, match.num_tokens
     # runs[g][n]: how many nodes before the n-th, without a gap, have blocks in group g.
     runs = []
     for group in groups:
@@ -102,18 +104,18 @@ def _usable(groups: Sequence[Group], nodes: Sequence[Node], source: Node | None,
         for node in nodes:
             run.append(run[-1] + 1 if node.parts[group.index] is not None else 0)
         runs.append(run)
-
-    def reaches(num_nodes: int, position: int) -> bool:
-        return all(
-            num_nodes - group.first_needed(position, block_size) <= runs[group.index][num_nodes] for group in groups
-        )
-
-    if source is not None and reaches(len(nodes), len(nodes) * block_size + extra):
-        return len(nodes), source
-    for num_nodes in range(len(nodes), 0, -1):
-        if reaches(num_nodes, num_nodes * block_size):
-            return num_nodes, None
-    return 0, None
+    num_nodes = len(nodes)
+    while any(
+        num_nodes - group.first_needed(num_tokens, block_size) > run[num_nodes]
+        for group, run in zip(groups, runs, strict=True)
+    ):
+        if num_tokens > num_nodes * block_size:
+            match.source = None
+        else:
+            num_nodes -= 1
+        num_tokens = num_nodes * block_size
+    match.nodes, match.num_tokens = nodes[:num_nodes], num_tokens
+    return match
 
 
 def probe(tree: PrefixTree, groups: Sequence[Group], seq: KvSequence, partial: bool) -> Probe:
