@@ -4,15 +4,16 @@ A field that is not known is an error that names it, as at OpenAI: a misspelt on
 null counts as absent.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..sampling import Guide, SamplingError, SamplingParams
+from ..sampling import SamplingError, SamplingParams
 from . import openai_fields as fields
 from .openai_errors import ApiError, invalid
 from .openai_fields import Check
+from .openai_guides import guide
+from .openai_messages import chat_message
 
 # Taken over as they are; the left are names of SamplingParams.
 _SAMPLING: dict[str, Check] = {
@@ -162,7 +163,7 @@ def parse_chat(data: bytes, model: str, defaults: Mapping[str, Any], max_seq_len
     if reserved := {"messages", "add_generation_prompt"} & set(template):
         raise invalid("chat_template_kwargs", f"chat_template_kwargs: {reserved.pop()} is a field of its own")
     template = {**template, "add_generation_prompt": body.get("add_generation_prompt", True)}
-    messages = [_message(f"messages[{index}]", message) for index, message in enumerate(body["messages"])]
+    messages = [chat_message(f"messages[{index}]", message) for index, message in enumerate(body["messages"])]
     return Call(params, messages=messages, template=template, num_logprobs=num_logprobs, **_delivery(body))
 
 
@@ -221,7 +222,7 @@ def _params(body: dict[str, Any], options: dict[str, Any]) -> SamplingParams:
     if "prompt_logprobs" in body:
         given["prompt_logprobs"] = body["prompt_logprobs"]
     try:
-        return SamplingParams(**{**options, **given, "guide": _guide(body)})
+        return SamplingParams(**{**options, **given, "guide": guide(body)})
     except SamplingError as error:
         name = error.field
         if name == "max_tokens" and "max_completion_tokens" in body:
@@ -231,44 +232,6 @@ def _params(body: dict[str, Any], options: dict[str, Any]) -> SamplingParams:
         if name == "guide":
             name = "response_format" if "response_format" in body else "structured_outputs"
         raise invalid(name, str(error)) from None
-
-
-def _guide(body: dict[str, Any]) -> Guide | None:
-    """From response_format, as OpenAI has it, or structured_outputs, as vLLM has it."""
-    if "response_format" in body and "structured_outputs" in body:
-        raise invalid("response_format", "response_format: not together with structured_outputs")
-    if "structured_outputs" in body:
-        return _structured_outputs(body["structured_outputs"])
-    form = body.get("response_format", {"type": "text"})
-    kind = form.get("type")
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return Guide("json_object")
-    if kind != "json_schema":
-        raise invalid("response_format.type", f"response_format.type is {str(kind)[:40]!r}; "
-                                              "expected text, json_object or json_schema")
-    described = fields.mapping("response_format.json_schema", form.get("json_schema"))
-    schema = fields.mapping("response_format.json_schema.schema", described.get("schema"))
-    return Guide("json_schema", json.dumps(schema))
-
-
-def _structured_outputs(given: dict[str, Any]) -> Guide:
-    given = {name: value for name, value in given.items() if value is not None}
-    if len(given) != 1 or not set(given) <= {"json", "json_object", "regex", "grammar", "choice"}:
-        raise invalid("structured_outputs", "structured_outputs: expected exactly one of json, json_object, regex, "
-                                            f"grammar and choice; got {', '.join(given)[:100] or 'none'}")
-    (name, value), = given.items()
-    where = f"structured_outputs.{name}"
-    if name == "json_object":
-        if not fields.boolean(where, value):
-            raise invalid(where, f"{where}: false asks for nothing; leave it out")
-        return Guide("json_object")
-    if name == "choice":
-        return Guide("choice", choices=tuple(fields.list_of(fields.text)(where, value)))
-    if name == "json":
-        return Guide("json_schema", value if type(value) is str else json.dumps(fields.mapping(where, value)))
-    return Guide(name, fields.text(where, value))
 
 
 def _token(key: str) -> int:
@@ -294,43 +257,3 @@ def _delivery(body: dict[str, Any]) -> dict[str, Any]:
     return {"stream": stream, "include_usage": options.get("include_usage", False),
             "return_token_ids": body.get("return_token_ids", False), "priority": body.get("priority", 0),
             "cache_salt": body.get("cache_salt"), "timeout_s": timeout_s}
-
-
-def _message(name: str, message: dict[str, Any]) -> dict[str, Any]:
-    """A message as chat templates expect it: content a text, arguments of tool calls objects."""
-    role = fields.text(f"{name}.role", message.get("role"))
-    # Templates know the older name.
-    result = {**message, "role": "system" if role == "developer" else role}
-    content = message.get("content")
-    if type(content) is list:
-        result["content"] = "".join(_part(f"{name}.content[{index}]", part) for index, part in enumerate(content))
-    elif content is not None:
-        fields.text(f"{name}.content", content)
-    elif not message.get("tool_calls"):
-        raise invalid(f"{name}.content", f"{name}.content: missing; expected a text", "missing_field")
-    else:
-        result["content"] = ""
-    if message.get("tool_calls"):
-        calls = fields.list_of(fields.mapping)(f"{name}.tool_calls", message["tool_calls"])
-        result["tool_calls"] = [_tool_call(f"{name}.tool_calls[{index}]", call) for index, call in enumerate(calls)]
-    return result
-
-
-def _part(name: str, part: Any) -> str:
-    kind = fields.mapping(name, part).get("type")
-    if kind != "text":
-        raise invalid(f"{name}.type", f"{name}.type is {str(kind)[:40]!r}; this server takes text only")
-    content: str = fields.text(f"{name}.text", part.get("text"))
-    return content
-
-
-def _tool_call(name: str, call: dict[str, Any]) -> dict[str, Any]:
-    function = fields.mapping(f"{name}.function", call.get("function"))
-    arguments = function.get("arguments")
-    if type(arguments) is not str:
-        return call
-    try:
-        parsed = json.loads(arguments)
-    except (ValueError, RecursionError):
-        raise invalid(f"{name}.function.arguments", f"{name}.function.arguments: not valid JSON") from None
-    return {**call, "function": {**function, "arguments": parsed}}
