@@ -20,7 +20,7 @@ import numpy as np
 from .devices import load_program
 from .engine_file import EngineFile
 from .errors import RequestError, WorkFailed
-from .executor.answer import Running, make_answers
+from .executor.answer import Answer, Running, make_answers
 from .executor.recorder import Recorder
 from .executor.request import PromptError, Request, RequestOutput, TokenLogprobs, check_prompt, check_room
 from .executor.step_loop import StepLoop
@@ -96,7 +96,7 @@ class Engine:
         self.stop_token_ids = frozenset(read_config(file).get("eos_token_ids", ()))
         self.kv = KvCache(program.num_blocks, program.block_size, program.kv_windows,
                           max_chunk=self.limits.max_num_tokens)
-        self._scheduler = Scheduler(self.kv, SchedulerSettings.within(self.limits))
+        self._scheduler: Scheduler[Answer] = Scheduler(self.kv, SchedulerSettings.within(self.limits))
         self._loop = StepLoop(program, self.kv, self._scheduler, Recorder())
         self._num_requests = 0
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ..errors import IngotError
 from ..scheduler import Scheduler, SchedulerSettings
-from .answer import Running, Sink, make_answers
+from .answer import Answer, Running, Sink, make_answers
 from .recorder import Recorder
 from .request import Draining, DuplicateRequest, EngineFailed, QueueFull, Request, check_prompt, check_room
 from .stats import EngineStats, Health
@@ -59,7 +59,7 @@ class Executor:
         self._vocab_size = program.vocab_size
         self._tokenizer = tokenizer
         self._stop_token_ids = stop_token_ids
-        self._scheduler = Scheduler(kv, settings.scheduler)
+        self._scheduler: Scheduler[Answer] = Scheduler(kv, settings.scheduler)
         self._loop = StepLoop(program, kv, self._scheduler, self.recorder, log)
         self._health: Health = "serving"
         self._error: EngineFailed | None = None

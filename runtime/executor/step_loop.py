@@ -36,7 +36,7 @@ class StepLoop:
     num_unstarted  how many of them wait for their first admission
     """
 
-    def __init__(self, program: Program, kv: KvCache, scheduler: Scheduler, recorder: Recorder,
+    def __init__(self, program: Program, kv: KvCache, scheduler: Scheduler[Answer], recorder: Recorder,
                  log: RequestLog | None = None) -> None:
         self.requests: dict[str, Running] = {}
         self.num_unstarted = 0
@@ -46,8 +46,8 @@ class StepLoop:
         self._recorder = recorder
         self._log = log
         self._buffer = 0  # of program.inputs: the one that is filled next
-        self._in_flight: StepPlan | None = None
-        self._prepared: StepPlan | None = None
+        self._in_flight: StepPlan[Answer] | None = None
+        self._prepared: StepPlan[Answer] | None = None
         self._prepared_at = 0  # the scheduler's version then
         self._num_keys = 0
         # What has come and is not delivered yet: tokens, and answers that ended without one.
@@ -122,7 +122,7 @@ class StepLoop:
         recorder.step_phases["tokens"].observe(time.perf_counter() - done)
         recorder.steps += 1
 
-    def _take(self, plan: StepPlan, outputs: StepOutputs) -> None:
+    def _take(self, plan: StepPlan[Answer], outputs: StepOutputs) -> None:
         tokens = outputs.tokens.tolist()
         taken, finish = self._tokens, self._scheduler.finish
         end = 0
@@ -174,7 +174,7 @@ class StepLoop:
         self._recorder.computed_tokens += inputs.num_tokens
         return True
 
-    def _note(self, plan: StepPlan) -> None:
+    def _note(self, plan: StepPlan[Answer]) -> None:
         """Who came and went by the scheduler's decision."""
         for answer in plan.admitted:
             self._num_keys += 1
@@ -192,7 +192,7 @@ class StepLoop:
             self.num_unstarted -= 1
             self._recorder.queue_time.observe(running.admitted_at - running.request.arrival)
 
-    def _fill(self, plan: StepPlan, inputs: StepInputs) -> None:
+    def _fill(self, plan: StepPlan[Answer], inputs: StepInputs) -> None:
         inputs.clear()
         for answer, count, num_logits in plan.entries:
             begin = answer.num_computed
@@ -283,7 +283,7 @@ class StepLoop:
             self._log.write(running, now)
 
 
-def _rows(plan: StepPlan) -> list[SequenceSampling | Score | None]:
+def _rows(plan: StepPlan[Answer]) -> list[SequenceSampling | Score | None]:
     """What is to be done with each row of logits."""
     rows: list[SequenceSampling | Score | None] = []
     for answer, count, num_logits in plan.entries:
