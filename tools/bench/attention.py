@@ -4,8 +4,8 @@
                                     [--layers 30]
 
 Context: one sequence of so many tokens, causal; share of the fused multiply-adds that the cores can do at most.
-Generation: one token after so many, bfloat16 keys and values; GB/s of them. A block of the cache holds all layers,
-which run one after the other, so that keys and values come from memory.
+Generation: one token after so many, bfloat16 keys and values, 64 MB of them one after the other as the layers of a
+model are, so that they come from memory; GB/s of keys and values. A block of the cache holds all layers.
 """
 from __future__ import annotations
 
@@ -104,20 +104,22 @@ def layer_bytes(p: Attention) -> int:
     return p.kv_heads * _BLOCK_SIZE * (p.key_dim + p.value_dim) * 2
 
 
-def measure(machine: Machine, problem: Attention, context: int, new: int) -> float:
-    """Seconds of one of the layers that lie in a block."""
+def measure(machine: Machine, problem: Attention, context: int, new: int, count: int) -> float:
+    """Seconds of one of `count` layers, of as many sequences as it takes, that run one after the other."""
     p, rng = problem, np.random.default_rng(0)
     layers = p.block_bytes // layer_bytes(p)
     blocks = -(-context // _BLOCK_SIZE)
     step, alive = one_sequence(context, new, blocks)
     q, out = (rng.normal(size=(new, p.q_heads, dim)).astype(np.float32) for dim in (p.key_dim, p.value_dim))
     scratch = np.empty(scratch_bytes(p, new, 1), np.uint8)
-    cache = rng.integers(0x3E80, 0x3F80, (blocks, layers, 2, layer_bytes(p) // 4), dtype=np.uint16)
+    shape = -(-count // layers), blocks, layers, 2, layer_bytes(p) // 4
+    cache = rng.integers(0x3E80, 0x3F80, shape, dtype=np.uint16)
     launches: list[tuple[CpuKernel, list[np.ndarray | None]]] = []
-    for i in range(layers):
-        launches += [(attention(p), [q, cache[:, i, 0], cache[:, i, 1], alive[-1], None, scratch, out]),
+    for i in range(count):
+        k, v = (cache[i // layers, :, i % layers, part] for part in range(2))
+        launches += [(attention(p), [q, k, v, alive[-1], None, scratch, out]),
                      (attention_combine(p), [scratch, None, out])]
-    seconds = machine.seconds(step, launches) / layers
+    seconds = machine.seconds(step, launches) / count
     del alive
     return seconds
 
@@ -143,13 +145,13 @@ def main() -> None:
         for p in problems:
             name = f"{p.q_heads}x{p.kv_heads}x{p.key_dim}"
             for context in options.context:
-                seconds = measure(machine, p, context, context)
+                seconds = measure(machine, p, context, context, 1)
                 done = context * (context + 1) / 2 * p.q_heads * (p.key_dim + p.value_dim)
                 print(f"context    {name:9} {context:5} tokens {seconds * 1e6:9.1f} us {2 * done / seconds / 1e9:7.1f} "
                       f"GFLOP/s {done / seconds / peak:4.0%} of peak", flush=True)
             for context in options.generation:
                 size = context * p.kv_heads * (p.key_dim + p.value_dim) * 2
-                seconds = measure(machine, p, context, 1)
+                seconds = measure(machine, p, context, 1, max(1, _COLD_BYTES // size))
                 print(f"generation {name:9} {context:5} tokens {seconds * 1e6:9.1f} us {size / seconds / 1e9:7.1f} "
                       f"GB/s    {size / seconds / read:4.0%} of read", flush=True)
 
