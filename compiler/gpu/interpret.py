@@ -27,7 +27,8 @@ class InterpreterError(WorkFailed):
     """A kernel raised an error in the interpreter, or ended its process."""
 
 
-Call = tuple[GpuLaunch, Mapping[str, str | int | float]]
+Binding = str | tuple[str, int] | int | float
+Call = tuple[GpuLaunch, Mapping[str, Binding]]
 
 
 class Interpreter:
@@ -47,9 +48,9 @@ class Interpreter:
     def run(self, calls: Sequence[Call], arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Run launches in order and return the arrays as they are afterwards.
 
-        A call's bindings tell for each parameter the name of its array, or a scalar's value; parameters without one
-        are bound to the array of their own name. Element types are those of the kernels' signatures: an array only
-        holds the bits. Raises InterpreterError.
+        A call's bindings tell for each parameter the name of its array, (name, offset in bytes), or a scalar's value;
+        parameters without one are bound to the array of their own name. Element types are those of the kernels'
+        signatures: an array only holds the bits. Raises InterpreterError.
         """
         assert self._process.stdin and self._process.stdout
         try:
@@ -94,8 +95,14 @@ def _answer(calls: list[Call], arrays: dict[str, np.ndarray]) -> dict[str, np.nd
     held = {name: _Guarded(array) for name, array in arrays.items()}
     for launch, bindings in calls:
         bound = {name: bindings.get(name, name) for name, _ in launch.kernel.parameters}
-        run(launch, {name: held[to].address if isinstance(to, str) else to for name, to in bound.items()})
+        run(launch, {name: _value(to, held) for name, to in bound.items()})
     return {name: guarded.array.copy() for name, guarded in held.items()}
+
+
+def _value(binding: Binding, held: Mapping[str, _Guarded]) -> int | float:
+    if isinstance(binding, str):
+        return held[binding].address
+    return held[binding[0]].address + binding[1] if isinstance(binding, tuple) else binding
 
 
 def _serve() -> None:

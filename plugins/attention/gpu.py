@@ -1,0 +1,183 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
+"""Attention over the paged cache, for generation and context chunks in one launch.
+
+A block takes QB tokens of one sequence with all query heads of one key/value head, as rows of one tile, and one part of
+the context (Flash-Decoding, Dao et al. 2023). Softmax is computed on the way (Milakov and Gimelshein 2018); the last
+part to finish combines them all.
+"""
+import triton
+import triton.language as tl
+
+from ..gpu.math import dot, narrow, tanh
+
+_LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _sequence_of(tile, query_start, num_seqs, QB: tl.constexpr, STEPS: tl.constexpr):
+    """The sequence s that a tile belongs to: the last one with query_start[s] // QB + s <= tile. So every sequence has
+    tiles enough for its tokens, however they fall, and no list of tiles is needed."""
+    low, high = num_seqs * 0, num_seqs
+    for _ in range(STEPS):
+        middle = (low + high) // 2
+        first = tl.load(query_start + middle) // QB + middle
+        right = (first <= tile) & (low < high)
+        low = tl.where(right, middle + 1, low)
+        high = tl.where(right, high, middle)
+    return low - 1
+
+
+@triton.jit
+def _kv_tile(part, table, n, inside, kv_head, D: tl.constexpr, DP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+             BLOCK_BYTES: tl.constexpr):
+    """Keys or values [BN, DP] of positions n; zero where not inside. Blocks that no position inside needs are not
+    touched: their numbers may mean anything."""
+    ELEMENT: tl.constexpr = part.dtype.element_ty.primitive_bitwidth // 8
+    block = tl.load(table + n // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+    row = part + block * (BLOCK_BYTES // ELEMENT) + (kv_head * BLOCK_SIZE + n % BLOCK_SIZE) * D
+    d = tl.arange(0, DP)
+    return tl.load(row[:, None] + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _scales_of(scales, table, n, inside, kv_head, BLOCK_SIZE: tl.constexpr, BLOCK_BYTES: tl.constexpr):
+    block = tl.load(table + n // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+    at = block * (BLOCK_BYTES // 4) + kv_head * BLOCK_SIZE + n % BLOCK_SIZE
+    return tl.load(scales + at, mask=inside, other=0.0)
+
+
+@triton.jit
+def paged_attention(q, k_part, v_part, k_scales, v_scales, k_static, v_static, sinks, out, query_start, context_len,
+                    block_table, sizes, partial, arrived, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+                    D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, SCALE: tl.constexpr,
+                    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+                    BLOCK_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, QB: tl.constexpr, BM: tl.constexpr,
+                    BN: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr):
+    """out [T, Hq, DV] = softmax(SCALE q K^T) V for each token over the positions of its sequence that it sees.
+
+    q               [T, Hq, D], dense
+    k_part, v_part, k_scales, v_scales, k_static, v_static, block_table: as rope_kv_write leaves them
+    sinks           f32 [Hq]: one more logit a head in the denominator
+    query_start i32 [B + 1], context_len i32 [B]: the tokens of the step are part of the context
+    WINDOW, CHUNK, SOFTCAP: 0 for none. DP, DVP: powers of two that hold D and DV. STEPS: of the search
+    partial f32, arrived i32 (zero before and after): where the SPLITS of the context meet
+    """
+    num_seqs = tl.load(sizes + 1)
+    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if num_seqs == 0:
+        return
+    seq = _sequence_of(tile, query_start, num_seqs, QB, STEPS)
+    start = tl.load(query_start + seq)
+    length = tl.load(query_start + seq + 1) - start
+    q0 = (tile - (start // QB + seq)) * QB
+    if q0 >= length:
+        return
+    context = tl.load(context_len + seq)
+    table = block_table + seq.to(tl.int64) * MAX_BLOCKS
+    GROUP: tl.constexpr = Q_HEADS // KV_HEADS
+    r = tl.arange(0, BM)
+    token = q0 + r // GROUP
+    head = kv_head * GROUP + r % GROUP
+    valid = (r < QB * GROUP) & (token < length)
+    position = context - length + token
+    first = context - length + q0
+    # What the tile's tokens see lies in [low, high).
+    high = tl.minimum(first + QB, context)
+    low = first * 0
+    if WINDOW > 0:
+        low = tl.maximum(first - WINDOW + 1, 0)
+    if CHUNK > 0:
+        low = first // CHUNK * CHUNK
+    origin = low // BLOCK_SIZE * BLOCK_SIZE
+    part = tl.cdiv(tl.cdiv(high - origin, BN), SPLITS) * BN
+    active = tl.cdiv(high - origin, part)
+    if split >= active:
+        return
+    begin = origin + split * part
+    end = tl.minimum(begin + part, high)
+
+    d = tl.arange(0, DP)
+    rows = (start + token).to(tl.int64) * Q_HEADS + head
+    queries = tl.load(q + rows[:, None] * D + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0)
+    kind: tl.constexpr = q.dtype.element_ty
+    k_factor = SCALE
+    v_factor = 1.0
+    if k_static is not None:
+        k_factor = k_factor * tl.load(k_static)
+        v_factor = tl.load(v_static)
+    peak = tl.full((BM,), float("-inf"), tl.float32)
+    total = tl.zeros((BM,), tl.float32)
+    acc = tl.zeros((BM, DVP), tl.float32)
+    for n0 in range(begin, end, BN):
+        n = n0 + tl.arange(0, BN)
+        inside = (n >= low) & (n < end)
+        keys = _kv_tile(k_part, table, n, inside, kv_head, D, DP, BLOCK_SIZE, BLOCK_BYTES)
+        if keys.dtype != kind:
+            keys = keys.to(tl.float32).to(kind)  # exact: eight bits fit
+        scores = dot(queries, keys.T, tl.zeros((BM, BN), tl.float32)) * k_factor
+        if k_scales is not None:
+            scores = scores * _scales_of(k_scales, table, n, inside, kv_head, BLOCK_SIZE, BLOCK_BYTES)[None, :]
+        if SOFTCAP > 0:
+            scores = SOFTCAP * tanh(scores / SOFTCAP)
+        seen = inside[None, :] & (n[None, :] <= position[:, None])
+        if WINDOW > 0:
+            seen = seen & (n[None, :] > position[:, None] - WINDOW)
+        if CHUNK > 0:
+            seen = seen & (n[None, :] >= (position // CHUNK * CHUNK)[:, None])
+        scores = tl.where(seen, scores, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weights = tl.exp2((scores - base[:, None]) * _LOG2E)
+        decay = tl.exp2((peak - base) * _LOG2E)
+        total = total * decay + tl.sum(weights, 1)
+        values = _kv_tile(v_part, table, n, inside, kv_head, DV, DVP, BLOCK_SIZE, BLOCK_BYTES)
+        if values.dtype != kind:
+            values = values.to(tl.float32).to(kind)
+        if v_scales is not None:
+            weights = weights * _scales_of(v_scales, table, n, inside, kv_head, BLOCK_SIZE, BLOCK_BYTES)[None, :]
+        acc = dot(narrow(weights, kind), values, acc * decay[:, None])
+        peak = new_peak
+
+    if SPLITS > 1:
+        dv = tl.arange(0, DVP)
+        group = tile * KV_HEADS + kv_head
+        SLOT: tl.constexpr = BM * (DVP + 2)
+        slots = partial + group.to(tl.int64) * (SPLITS * SLOT)
+        element = r[:, None] * DVP + dv[None, :]
+        mine = slots + split * SLOT
+        tl.store(mine + element, acc)
+        tl.store(mine + BM * DVP + r, peak)
+        tl.store(mine + BM * (DVP + 1) + r, total)
+        tl.debug_barrier()
+        if tl.atomic_add(arrived + group, 1, sem="acq_rel") != active - 1:
+            return
+        peak_all = tl.full((BM,), float("-inf"), tl.float32)
+        total_all = tl.zeros((BM,), tl.float32)
+        acc_all = tl.zeros((BM, DVP), tl.float32)
+        for other in range(active):
+            its = slots + other * SLOT
+            its_peak = tl.load(its + BM * DVP + r, cache_modifier=".cg")
+            new_peak = tl.maximum(peak_all, its_peak)
+            base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+            decay, gain = tl.exp2((peak_all - base) * _LOG2E), tl.exp2((its_peak - base) * _LOG2E)
+            total_all = total_all * decay + gain * tl.load(its + BM * (DVP + 1) + r, cache_modifier=".cg")
+            acc_all = acc_all * decay[:, None] + gain[:, None] * tl.load(its + element, cache_modifier=".cg")
+            peak_all = new_peak
+        tl.store(arrived + group, 0)
+        _store(acc_all, peak_all, total_all, v_factor, sinks, out, rows, head, valid, DV, DVP)
+    else:
+        _store(acc, peak, total, v_factor, sinks, out, rows, head, valid, DV, DVP)
+
+
+@triton.jit
+def _store(acc, peak, total, v_factor, sinks, out, rows, head, valid, DV: tl.constexpr, DVP: tl.constexpr):
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=valid, other=0.0)
+        base = tl.maximum(peak, sink)
+        decay = tl.exp2((peak - base) * _LOG2E)
+        total = total * decay + tl.exp2((sink - base) * _LOG2E)
+        acc = acc * decay[:, None]
+    acc = acc * (v_factor / tl.where(total > 0, total, 1.0))[:, None]
+    dv = tl.arange(0, DVP)
+    tl.store(out + rows[:, None] * DV + dv[None, :], narrow(acc, out.dtype.element_ty),
+             mask=valid[:, None] & (dv < DV)[None, :])

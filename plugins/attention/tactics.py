@@ -1,0 +1,163 @@
+"""Attention on a GPU: how many tokens share a tile, how much of the context a block takes, and in how many parts."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..gpu.device import Device
+from ..gpu.kernel import Candidate, Candidates, Cost, GpuKernel, GpuLaunch, Parameter, Refusal, arguments, symbol
+from ..quantize.tactics import BYTES, ELEMENTS
+
+
+@dataclass(frozen=True)
+class Problem:
+    """m            the most tokens of a step in this bucket, of at most max_batch sequences
+    context      tokens of a sequence that the choice is made for; any length is served
+    window, chunk, softcap  0: none
+    kv_type      of the cache, as in rope_kv_write
+    """
+
+    m: int
+    max_batch: int
+    q_heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    scale: float
+    float_type: str
+    kv_type: str
+    block_size: int
+    block_bytes: int
+    max_blocks: int
+    context: int = 2048
+    window: int = 0
+    chunk: int = 0
+    softcap: float = 0.0
+    sinks: bool = False
+    static: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.q_heads % self.kv_heads == 0 and not (self.window and self.chunk), self
+
+    @property
+    def group(self) -> int:
+        return self.q_heads // self.kv_heads
+
+    @property
+    def max_tokens_seen(self) -> int:
+        seen = min([self.context, *(reach for reach in (self.window, self.chunk) if reach)])
+        return max(1, seen)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Tokens of a sequence that share a tile, positions of a step, parts of the context."""
+
+    tokens: int
+    positions: int
+    splits: int
+    warps: int
+    stages: int
+
+
+def candidates(problem: Problem, device: Device) -> Candidates:
+    p = problem
+    name = f"attention.{p.kv_type}"
+    if p.kv_type == "fp8" and not device.has_fp8:
+        return Candidates(refused=(Refusal(name, f"fp8 needs sm_89 or newer, this is {device.arch}"),))
+    if max(p.key_dim, p.value_dim) > 512:
+        return Candidates(refused=(Refusal(name, f"heads of {p.key_dim} and {p.value_dim} elements; up to 512"),))
+    if p.block_bytes % 16 or p.block_size % 16:
+        return Candidates(refused=(Refusal(name, f"KV blocks of {p.block_bytes} bytes and {p.block_size} tokens: both "
+                                                 "must be multiples of 16"),))
+    legal, refused = [], []
+    for tile in _tiles(p, device):
+        shown = f"{name} {tile.tokens}x{tile.positions}" + (f" split {tile.splits}" if tile.splits > 1 else "")
+        need = shared_bytes(p, tile)
+        if need > device.shared_per_block:
+            refused.append(Refusal(shown, f"needs {need} bytes of shared memory, {device.arch} has "
+                                          f"{device.shared_per_block} a block"))
+        else:
+            legal.append(Candidate(shown, (launch(p, tile),), cost(p, tile)))
+    return Candidates(tuple(legal), tuple(refused))
+
+
+def _tiles(p: Problem, device: Device) -> list[Tile]:
+    """Few tokens: one a tile, since every sequence may have but one. Many: as the matrix instruction likes."""
+    tiles = []
+    wide = 64 if max(p.key_dim, p.value_dim) > 128 else 128
+    for rows in (16,) if p.m <= p.max_batch else (16, 64, wide) if wide > 64 else (16, 64):
+        tokens = max(1, rows // p.group)
+        if rows > 16 and tokens > p.m:
+            continue
+        # A wide step of eight-bit values, widened in registers, spills them.
+        narrow = max(p.key_dim, p.value_dim) > 128 or p.kv_type in ("fp8", "int8")
+        for positions in (64,) if narrow else (64, 128):
+            blocks = num_tiles(p, tokens) * p.kv_heads
+            for splits in (1, 2, 4, 8, 16):
+                enough = splits == 1 or (blocks * splits <= 4 * device.num_sms
+                                         and p.max_tokens_seen >= splits * positions)
+                if enough:
+                    tiles.append(Tile(tokens, positions, splits, 8 if rows >= 128 else 4, 3 if rows < 128 else 2))
+    return list(dict.fromkeys(tiles))
+
+
+def num_tiles(p: Problem, tokens: int) -> int:
+    """Enough for any division of m tokens into sequences (gpu.py, _sequence_of)."""
+    return p.m // tokens + min(p.max_batch, p.m)
+
+
+def rows_of(p: Problem, tile: Tile) -> int:
+    return max(16, 1 << (tile.tokens * p.group - 1).bit_length())
+
+
+def shared_bytes(p: Problem, tile: Tile) -> int:
+    """Of the pipeline's buffers; the compiler has the last word."""
+    wide, element = _power(p.key_dim) + _power(p.value_dim), BYTES[p.kv_type]
+    queries = rows_of(p, tile) * _power(p.key_dim) * BYTES[p.float_type]
+    return int(tile.stages * tile.positions * wide * element + queries)
+
+
+def cost(p: Problem, tile: Tile) -> Cost:
+    sequences = min(p.max_batch, p.m)
+    reads = sequences * p.max_tokens_seen * p.kv_heads * (p.key_dim + p.value_dim) * BYTES[p.kv_type]
+    reads *= -(-(p.m // sequences) // tile.tokens)
+    moved = p.m * p.q_heads * (p.key_dim + p.value_dim) * BYTES[p.float_type]
+    if tile.splits > 1:
+        moved += 8 * num_tiles(p, tile.tokens) * p.kv_heads * tile.splits * rows_of(p, tile) * (_power(p.value_dim) + 2)
+    return Cost(reads + moved, 2.0 * p.m * p.max_tokens_seen * p.q_heads * (p.key_dim + p.value_dim))
+
+
+def launch(p: Problem, tile: Tile) -> GpuLaunch:
+    element, cache = f"*{ELEMENTS[p.float_type]}", f"*{ELEMENTS[p.kv_type]}"
+    scales = "*fp32" if p.kv_type == "int8" else None
+    static = "*fp32" if p.kv_type == "fp8" and p.static else None
+    split = tile.splits > 1
+    wanted: dict[str, Parameter | None] = {
+        "q": element, "k_part": cache, "v_part": cache, "k_scales": scales, "v_scales": scales, "k_static": static,
+        "v_static": static, "sinks": "*fp32" if p.sinks else None, "out": element, "query_start": "*i32",
+        "context_len": "*i32", "block_table": "*i32", "sizes": "*i32", "partial": "*fp32" if split else None,
+        "arrived": "*i32" if split else None}
+    rows, wide = rows_of(p, tile), _power(p.value_dim)
+    kernel = GpuKernel(
+        symbol("attention", p.kv_type, p.float_type, f"q{p.q_heads}", f"kv{p.kv_heads}", f"d{p.key_dim}",
+               f"v{p.value_dim}", f"{tile.tokens}x{tile.positions}", f"s{tile.splits}",
+               f"w{p.window}" if p.window else "", f"c{p.chunk}" if p.chunk else "",
+               f"cap{p.softcap}" if p.softcap else "", "sinks" if p.sinks else "", "static" if static else "",
+               f"{p.scale:.6g}", f"{p.block_bytes}_{p.max_blocks}_{p.max_batch}"),
+        "ingot.plugins.attention.gpu", "paged_attention",
+        *arguments(wanted, {
+            "Q_HEADS": p.q_heads, "KV_HEADS": p.kv_heads, "D": p.key_dim, "DV": p.value_dim, "DP": _power(p.key_dim),
+            "DVP": wide, "SCALE": p.scale, "WINDOW": p.window, "CHUNK": p.chunk, "SOFTCAP": p.softcap,
+            "BLOCK_SIZE": p.block_size, "BLOCK_BYTES": p.block_bytes, "MAX_BLOCKS": p.max_blocks, "QB": tile.tokens,
+            "BM": rows, "BN": tile.positions, "SPLITS": tile.splits, "STEPS": p.max_batch.bit_length() + 1}),
+        tile.warps, tile.stages)
+    tiles = num_tiles(p, tile.tokens)
+    grid = (tiles, p.kv_heads, tile.splits)
+    if not split:
+        return GpuLaunch(kernel, grid)
+    groups = tiles * p.kv_heads
+    return GpuLaunch(kernel, grid, 4 * groups * tile.splits * rows * (wide + 2), 4 * groups)
+
+
+def _power(n: int) -> int:
+    return max(16, 1 << (n - 1).bit_length())

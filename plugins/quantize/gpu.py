@@ -1,0 +1,62 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
+"""Row kernels: one block a token, the whole row in registers. What stands between two linear layers in one launch:
+the gate, or the residual sum and the norm, and the quantization of what the next layer reads."""
+import triton
+import triton.language as tl
+
+from ..gpu.math import activation, limit, narrow, quantize
+
+
+@triton.jit
+def _e2m1(v):
+    """The code 0..15 of the nearest e2m1, ties to the even code. v float32."""
+    a = tl.abs(v)
+    code = (a > 0.25).to(tl.int32) + (a >= 0.75) + (a > 1.25) + (a >= 1.75) + (a > 2.5) + (a >= 3.5) + (a > 5.0)
+    return tl.where(v < 0, code | 8, code)
+
+
+@triton.jit
+def store_row(v, y, y_scale, static_scale, row, D: tl.constexpr, BLOCK: tl.constexpr, TO: tl.constexpr):
+    """Row v float32 [BLOCK], zero beyond D, as the next layer reads it.
+
+    TO bf16, fp16, fp32: y [T, D]
+    TO fp8, int8: y [T, D] and y_scale f32 [T], or, with static_scale f32 [1], y alone
+    TO nvfp4: y u8 [T, D/2], y_scale e4m3 [T, D/16], of v / static_scale
+    """
+    at = tl.arange(0, BLOCK)
+    if TO == "nvfp4":
+        blocks = (v / tl.load(static_scale)).reshape(BLOCK // 16, 16)
+        scale = narrow(tl.minimum(tl.max(tl.abs(blocks), 1) / 6.0, 448.0), tl.float8e4nv)
+        wide = scale.to(tl.float32)
+        code = _e2m1(blocks / tl.where(wide > 0, wide, 1.0)[:, None])
+        low, high = tl.split(code.reshape(BLOCK // 2, 2))
+        half = tl.arange(0, BLOCK // 2)
+        tl.store(y + row * (D // 2) + half, (low | (high << 4)).to(tl.uint8), mask=half < D // 2)
+        sixteenth = tl.arange(0, BLOCK // 16)
+        tl.store(y_scale + row * (D // 16) + sixteenth, scale, mask=sixteenth < D // 16)
+    elif TO == "fp8" or TO == "int8":
+        if static_scale is not None:
+            q = v / tl.load(static_scale)
+            q = tl.minimum(tl.maximum(q, -limit(TO)), limit(TO))
+        else:
+            largest = tl.max(tl.abs(v), 0)
+            q = v * tl.where(largest > 0, limit(TO) / largest, 0.0)
+            tl.store(y_scale + row, largest / limit(TO))
+        tl.store(y + row * D + at, quantize(q, TO), mask=at < D)
+    else:
+        tl.store(y + row * D + at, quantize(v, TO), mask=at < D)
+
+
+@triton.jit
+def quantize_rows(x, y, y_scale, static_scale, sizes, ROWS: tl.constexpr, D: tl.constexpr, X_STRIDE: tl.constexpr,
+                  BLOCK: tl.constexpr, GATED: tl.constexpr, TO: tl.constexpr):
+    """y = x, or act(gate) * other where x holds [gate | other] of D channels each, rows X_STRIDE apart."""
+    row = tl.program_id(0).to(tl.int64)
+    if row >= tl.load(sizes + ROWS):
+        return
+    at = tl.arange(0, BLOCK)
+    v = tl.load(x + row * X_STRIDE + at, mask=at < D, other=0.0).to(tl.float32)
+    if GATED != "":
+        other = tl.load(x + row * X_STRIDE + D + at, mask=at < D, other=0.0).to(tl.float32)
+        v = activation(v, GATED) * other
+    store_row(v, y, y_scale, static_scale, row, D, BLOCK, TO)

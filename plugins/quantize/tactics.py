@@ -1,0 +1,99 @@
+"""Row kernels on a GPU: which launch serves a problem, and what they share with the norms."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..gpu.device import Device
+from ..gpu.kernel import (
+    SIZES,
+    Candidate,
+    Candidates,
+    Constant,
+    Cost,
+    GpuKernel,
+    GpuLaunch,
+    Parameter,
+    Refusal,
+    arguments,
+    symbol,
+)
+
+ELEMENTS = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8e4nv", "int8": "i8", "nvfp4": "u8"}
+BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "nvfp4": 0.5625}
+"""Of an element with its share of the scales of a block."""
+
+MAX_ROW = 32768
+"""Channels of the longest row that a block holds in registers."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """y = x, or act(gate) * other of rows [gate | other], quantized to y_type
+
+    m, d        the most rows of a step; channels of y
+    float_type  of x
+    y_type      "fp8", "int8", "nvfp4", or a floating type
+    static      quantized by a scale known beforehand (nvfp4 always)
+    gated       activation of the gate, or ""
+    """
+
+    m: int
+    d: int
+    float_type: str
+    y_type: str
+    rows: str = "T"
+    static: bool = False
+    gated: str = ""
+    x_stride: int = 0
+
+
+def candidates(problem: Problem, device: Device) -> Candidates:
+    p = problem
+    name = f"quantize.{p.y_type}"
+    if reason := unsupported_row(p.d, p.y_type, device):
+        return Candidates(refused=(Refusal(name, reason),))
+    width = p.d * (2 if p.gated else 1)
+    scales, absent = output(p.y_type, p.static)
+    wanted: dict[str, Parameter | None] = {"x": f"*{ELEMENTS[p.float_type]}", **scales, "sizes": "*i32"}
+    constants: dict[str, Constant] = {"ROWS": SIZES[p.rows], "D": p.d, "X_STRIDE": p.x_stride or width,
+                                      "BLOCK": row_block(p.d), "GATED": p.gated, "TO": p.y_type}
+    kernel = GpuKernel(
+        symbol("quantize", p.y_type, "static" if p.static else "", f"d{p.d}", p.rows, p.gated, p.float_type,
+               f"x{p.x_stride}" if p.x_stride not in (0, width) else ""),
+        "ingot.plugins.quantize.gpu", "quantize_rows", *arguments(wanted, absent | constants), row_warps(p.d), 1)
+    cost = Cost(p.m * (width * BYTES[p.float_type] + p.d * BYTES[p.y_type]), 0)
+    return Candidates((Candidate(name, (GpuLaunch(kernel, (p.m, 1, 1)),), cost),))
+
+
+def unsupported_row(d: int, y_type: str, device: Device) -> str:
+    """Why a row of d channels cannot be written as y_type; "" if it can."""
+    if y_type == "fp8" and not device.has_fp8:
+        return f"fp8 needs sm_89 or newer, this is {device.arch}"
+    if y_type == "nvfp4" and not device.has_fp4:
+        return f"nvfp4 needs sm_100a or newer, this is {device.arch}"
+    if y_type == "nvfp4" and d % 16:
+        return f"nvfp4 needs a multiple of 16 channels, got {d}"
+    if d > MAX_ROW:
+        return f"rows of {d} channels; a block holds up to {MAX_ROW}"
+    return ""
+
+
+def output(y_type: str, static: bool) -> tuple[dict[str, Parameter], dict[str, Constant]]:
+    """Parameters of what store_row writes, and which of them are absent."""
+    parameters: dict[str, Parameter] = {"y": f"*{ELEMENTS[y_type]}"}
+    absent: dict[str, Constant] = {"y_scale": None, "static_scale": None}
+    if y_type == "nvfp4":
+        parameters |= {"y_scale": "*fp8e4nv", "static_scale": "*fp32"}
+    elif y_type in ("fp8", "int8"):
+        parameters["static_scale" if static else "y_scale"] = "*fp32"
+    return parameters, {name: None for name in absent if name not in parameters}
+
+
+def row_block(d: int) -> int:
+    """The power of two that holds a row."""
+    return max(32, 1 << (d - 1).bit_length())
+
+
+def row_warps(d: int) -> int:
+    """About sixteen elements a thread, in at most sixteen warps."""
+    return max(1, min(16, row_block(d) // 512))

@@ -1,0 +1,129 @@
+"""Paged attention in the interpreter: mixed steps, groups of heads, windows, types of the cache, split contexts."""
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from ingot.compiler.gpu.interpret import Interpreter
+from ingot.plugins.attention import reference
+from ingot.plugins.attention.tactics import Problem, Tile, candidates, launch
+
+from .paged import BLOCK_SIZE, Paged
+from .support import assert_close, compiled, device, load, scratch, store, unwritten
+
+GENERATION = Tile(1, 32, 4, 4, 2)
+MIXED = Tile(4, 32, 1, 4, 2)
+MIXED_SPLIT = Tile(4, 16, 3, 4, 2)
+
+
+def check(interpreter: Interpreter, tile: Tile, lengths: list[int], counts: list[int], q_heads: int = 4,
+          kv_heads: int = 2, key_dim: int = 32, value_dim: int = 32, float_type: str = "fp32", kv_type: str = "fp32",
+          sums: float = 2e-5, **options: float | bool) -> None:
+    rng = np.random.default_rng(7)
+    paged = Paged(lengths, counts, kv_heads, key_dim, value_dim, kv_type)
+    static = (0.5, 0.25) if options.get("static") else (1.0, 1.0)
+    paged.fill([rng.standard_normal((n, kv_heads, key_dim)) for n in lengths],
+               [rng.standard_normal((n, kv_heads, value_dim)) for n in lengths], static)
+    total = sum(counts)
+    q = store(rng.standard_normal((total, q_heads, key_dim)) * 1.5, float_type)
+    sinks = rng.standard_normal(q_heads).astype(np.float32) if options.get("sinks") else None
+    p = Problem(total + 2, paged.max_batch, q_heads, kv_heads, key_dim, value_dim, key_dim**-0.5, float_type, kv_type,
+                BLOCK_SIZE, paged.block_bytes, paged.max_blocks, **options)  # type: ignore[arg-type]
+    # Blocks that have left the window are gone: their numbers must not be used.
+    window = int(options.get("window", 0) or 0)
+    for seq, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        if window:
+            paged.table[seq, :max(0, length - count - window + 1) // BLOCK_SIZE] = 2**30
+    one = launch(p, tile)
+    arrays = {"q": q, "out": unwritten((total + 2, q_heads, value_dim), float_type), **paged.step, **paged.parts(),
+              **scratch(one), "k_static": np.array([static[0]], np.float32),
+              "v_static": np.array([static[1]], np.float32)}
+    if sinks is not None:
+        arrays["sinks"] = sinks
+    needed = {name for name, _ in one.kernel.parameters}
+    out = interpreter.run([(one, {})], {name: array for name, array in arrays.items() if name in needed})
+    untouched = Paged(lengths, counts, kv_heads, key_dim, value_dim, kv_type)
+    wanted = np.empty((total, q_heads, value_dim))
+    shape = {name: options[name] for name in ("window", "chunk", "softcap") if name in options}
+    for seq, (begin, end) in enumerate(pairwise(np.cumsum([0, *counts]).tolist())):
+        k, v = (untouched.read(paged.pool, seq, keys, static[not keys]) for keys in (True, False))
+        wanted[begin:end] = reference.attention(load(q[begin:end], float_type), k, v, sinks, scale=key_dim**-0.5,
+                                                **shape)  # type: ignore[arg-type]
+    assert_close(load(out["out"][:total], float_type), wanted, float_type, sums)
+    assert np.isnan(load(out["out"][total:], float_type)).all()
+    if "arrived" in out:
+        assert not out["arrived"].any()
+
+
+@pytest.mark.parametrize("lengths", [[1], [16, 17], [100, 1, 33, 64]])
+def test_generation(interpreter: Interpreter, lengths: list[int]) -> None:
+    check(interpreter, GENERATION, lengths, [1] * len(lengths))
+
+
+@pytest.mark.parametrize("tile", [MIXED, MIXED_SPLIT])
+def test_context_chunks_beside_generation(interpreter: Interpreter, tile: Tile) -> None:
+    check(interpreter, tile, [9, 40, 70, 5], [9, 1, 13, 5])
+
+
+@pytest.mark.parametrize(("q_heads", "kv_heads"), [(3, 1), (7, 1), (2, 2), (6, 2)])
+def test_groups_of_heads(interpreter: Interpreter, q_heads: int, kv_heads: int) -> None:
+    check(interpreter, MIXED_SPLIT, [20, 37], [6, 1], q_heads, kv_heads)
+
+
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (48, 32)])
+def test_sizes_of_heads(interpreter: Interpreter, key_dim: int, value_dim: int) -> None:
+    check(interpreter, MIXED, [20], [3], 2, 1, key_dim, value_dim)
+
+
+@pytest.mark.parametrize("tile", [MIXED, MIXED_SPLIT, GENERATION])
+@pytest.mark.parametrize("options", [{"window": 24}, {"window": 1}, {"chunk": 20}, {"softcap": 5.0}, {"sinks": True},
+                                     {"window": 40, "sinks": True, "softcap": 3.0}], ids=str)
+def test_variants(interpreter: Interpreter, tile: Tile, options: dict[str, float | bool]) -> None:
+    counts = [1, 1, 1] if tile is GENERATION else [7, 1, 12]
+    check(interpreter, tile, [90, 61, 12], counts, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("kv_type", "static"), [("bf16", False), ("fp16", False), ("fp8", False), ("fp8", True),
+                                                 ("int8", False)])
+def test_types_of_the_cache(interpreter: Interpreter, kv_type: str, static: bool) -> None:
+    """Queries in fp32, so that nothing but the cache is rounded: its values are read exactly."""
+    check(interpreter, MIXED_SPLIT, [30, 41], [5, 1], kv_type=kv_type, static=static)
+    check(interpreter, GENERATION, [30, 41], [1, 1], kv_type=kv_type, static=static)
+
+
+@pytest.mark.parametrize("kv_type", ["bf16", "fp8", "int8"])
+def test_bf16_arithmetic(interpreter: Interpreter, kv_type: str) -> None:
+    """Weights of the softmax are rounded to bf16 before they meet the values."""
+    check(interpreter, MIXED_SPLIT, [50, 7], [5, 1], float_type="bf16", kv_type=kv_type, sums=4e-3)
+
+
+def problem(m: int, kv_type: str = "bf16", **changes: int) -> Problem:
+    return replace(Problem(m, 64, 32, 8, 128, 128, 128**-0.5, "bf16", kv_type, 16, 1 << 20, 256), **changes)  # type: ignore[arg-type]
+
+
+def test_candidates() -> None:
+    h200 = device("sm_90a")
+    few = candidates(problem(1), h200)
+    assert max(c.launches[0].grid[2] for c in few.legal) > 1, "one sequence is read by many blocks"
+    many = candidates(problem(2048), h200)
+    assert {dict(c.launches[0].kernel.constants)["BM"] for c in many.legal} == {16, 64, 128}
+    assert "fp8 needs sm_89" in candidates(problem(1, "fp8"), device("sm_80")).refused[0].reason
+    assert "up to 512" in candidates(problem(1, key_dim=576), h200).refused[0].reason
+    assert "multiples of 16" in candidates(problem(1, block_size=8), h200).refused[0].reason
+    kernels = {c.launches[0].kernel for c in few.legal + many.legal}
+    assert len({kernel.symbol for kernel in kernels}) == len(kernels)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", *(pytest.param(arch, marks=pytest.mark.slow) for arch in (
+    "sm_80", "sm_89", "sm_100a", "sm_120a"))])
+def test_compiles_without_spills(arch: str) -> None:
+    kernels = []
+    for kv_type in ("bf16", "int8") if arch == "sm_80" else ("bf16", "fp8", "int8"):
+        for m in (8, 512):
+            legal = candidates(problem(m, kv_type), device(arch)).legal
+            kernels += [legal[0].launches[0].kernel, legal[-1].launches[0].kernel]
+    for kernel, code in compiled(kernels, arch).items():
+        assert code.matrix and code.spill_stores == 0, (kernel.symbol, code.spill_stores)
