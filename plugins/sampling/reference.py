@@ -20,6 +20,7 @@ import numpy as np
 
 UNIT = 2.0**-34
 F32 = np.float32
+Operand = np.ndarray | np.float32
 
 _LOG2E, _LN2_HIGH, _LN2_LOW = F32(1.44269504088896341), F32(float.fromhex("0x1.62e4p-1")), F32(
     float.fromhex("0x1.7f7d1cp-20"))
@@ -92,13 +93,13 @@ def exp(x: np.ndarray) -> np.ndarray:
     shifted = _fma(x, _LOG2E, _ROUND)
     n = shifted - _ROUND
     r = _fma(n, -_LN2_LOW, _fma(n, -_LN2_HIGH, x))
-    p = _POLYNOMIAL[0]
+    p: Operand = _POLYNOMIAL[0]
     for c in _POLYNOMIAL[1:]:
         p = _fma(p, r, c)
     return np.ldexp(_fma(p, r * r, r) + F32(1), n.astype(np.int32)).astype(F32)
 
 
-def _fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+def _fma(a: Operand, b: Operand, c: Operand) -> np.ndarray:
     """a b + c of f32, rounded once: the product is exact in float64, and so is the sum's error there (Knuth's two-sum),
     which decides when the float64 sum lies halfway between two f32."""
     product, addend = np.multiply(a, b, dtype=np.float64), np.float64(c)

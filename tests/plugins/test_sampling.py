@@ -41,7 +41,7 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def adversarial_rows(size: int) -> list[np.ndarray]:
     """Rows of logits that an implementation may trip over."""
     rng = np.random.default_rng(size)
-    rows = [rng.normal(size=size) * spread for spread in (0.01, 1, 3, 30)]
+    rows: list[np.ndarray] = [rng.normal(size=size) * spread for spread in (0.01, 1, 3, 30)]
     rows += [rng.integers(-2, 3, size), np.zeros(size), np.full(size, -7.5), np.arange(size) * 0.01,
              np.arange(size)[::-1] * 0.01, np.where(np.arange(size) % 2, -0.0, 0.0), rng.normal(size=size) * 1e-40,
              np.float32(1) + rng.integers(0, 40, size) * np.float32(2**-23), rng.uniform(-3, 3, size) * 1e38,
@@ -67,7 +67,7 @@ def row_of(params: SamplingParams, **more: Any) -> Row:
 
 def test_weights_to_the_last_bit(library: Library) -> None:
     rng = np.random.default_rng(0)
-    x = placed(np.concatenate([-rng.random(4000) * 30, rng.normal(size=900) * 1e-3, [0, -0.0, -INF, -1e30]],
+    x = placed(np.concatenate([-rng.random(4000) * 30, rng.normal(size=900) * 1e-3, [0, -0.0, -np.inf, -1e30]],
                               dtype=np.float32))
     for temperature in (1.0, 0.37, 6.0):
         w, total = aligned((len(x) + 16,)), np.zeros(1)

@@ -1,77 +1,93 @@
-"""The sampler against a plain definition, and what its parameters refuse."""
+"""Sampling parameters: what is accepted, and that each refusal names its field."""
+from __future__ import annotations
 
+import dataclasses
+import math
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from ingot.runtime.errors import WorkFailed
-from ingot.runtime.sampling import Sampler, SamplingError, SamplingParams
+from ingot.runtime.sampling import Guide, SamplingError, SamplingParams
 
-VOCAB_SIZE = 3000  # more than the candidates that top_p first looks at
-
-
-def logits(seed: int = 0, spread: float = 3.0, vocab_size: int = VOCAB_SIZE) -> np.ndarray:
-    return (np.random.default_rng(seed).standard_normal(vocab_size) * spread).astype(np.float32)
-
-
-def allowed(row: np.ndarray, params: SamplingParams) -> list[int]:
-    """The tokens that may be chosen, best first: the definition, without any shortcut."""
-    order = sorted(range(len(row)), key=lambda token: (-row[token], token))
-    order = order[: params.top_k or len(order)]
-    weights = np.exp((row[order].astype(np.float64) - row.max()) / params.temperature)
-    sums = np.cumsum(weights) / weights.sum()
-    return order[: int(np.searchsorted(sums, params.top_p)) + 1]
-
-
-def draws(row: np.ndarray, params: SamplingParams, count: int) -> np.ndarray:
-    sampler = Sampler(len(row))
-    return np.array([sampler.sample(row, params, position) for position in range(count)])
-
-
-def test_greedy_takes_the_first_of_the_best() -> None:
-    row = logits()
-    row[[70, 700]] = 99
-    assert Sampler(VOCAB_SIZE).sample(row, SamplingParams(), 0) == 70
-    assert Sampler(VOCAB_SIZE).sample(row, SamplingParams(temperature=1e-9, seed=1), 0) == 70
+INF, NAN = math.inf, math.nan
+WRONG: dict[str, list[Any]] = {
+    "max_tokens": [0, -1, 1.5, True, None, "3", NAN],
+    "temperature": [-0.1, NAN, INF, -INF, "1", None, True, 10**400, 1001],
+    "top_k": [-1, 1.0, None, NAN],
+    "top_p": [0, -0.5, 1.01, NAN, INF, None],
+    "min_p": [-0.01, 1.01, NAN, None],
+    "repetition_penalty": [0, -1.0, NAN, INF, 1e9, None],
+    "presence_penalty": [-2.1, 2.1, NAN, INF, None],
+    "frequency_penalty": [-2.1, 2.1, NAN, "0"],
+    "seed": [-1, 1 << 64, 0.5, True, NAN],
+    "prompt_ignore_length": [-1, 0.5, True],
+    "min_tokens": [-1, 257, 1.0, None],
+    "n": [0, 129, 1.0, True, None],
+    "logprobs": [-1, 21, 1.0, True],
+    "prompt_logprobs": [-1, 21, 1.0, True],
+    "ignore_eos": [1, None, "yes"],
+    "include_stop": [0, None],
+    "skip_special_tokens": [1, None],
+    "stop_token_ids": [[-1], ["x"], [1.0], [True], [1 << 31], 5, None, "12", {1: 2}, range(2000)],
+    "stop": ["end", [""], [5], [None], None, b"end", ["x"] * 2000],
+    "bad_words": ["end", [""], [5], None, ["x"] * 2000],
+    "bad_token_ids": [[5], [[]], [[-1]], ["ab"], None, [[1.0]], [[1]] * 2000],
+    "logit_bias": [[1, 2], None, {-1: 0.0}, {"1": 0.0}, {1: NAN}, {1: INF}, {1: "2"}, {1: None}, {True: 1.0},
+                   dict.fromkeys(range(1025), 0.5)],
+    "guide": ["{}", {"kind": "regex"}],
+}
 
 
-@pytest.mark.parametrize(("params", "spread"), [
-    ({"temperature": 0.7}, 3), ({"temperature": 1.5, "top_k": 5}, 3), ({"temperature": 1.0, "top_p": 0.5}, 3),
-    ({"temperature": 1.0, "top_k": 50, "top_p": 0.8}, 3), ({"temperature": 1.0, "top_p": 0.9}, 0.01),
-    ({"temperature": 1.0, "top_k": 1}, 3), ({"temperature": 0.8, "top_k": VOCAB_SIZE + 5}, 3),
-])  # fmt: skip
-def test_only_allowed_tokens_in_their_proportion(params: dict[str, Any], spread: float) -> None:
-    row, asked = logits(spread=spread), SamplingParams(seed=5, **params)
-    expected = allowed(row, asked)
-    drawn = draws(row, asked, 3000)
-    assert set(drawn) <= set(expected)
-    weights = np.exp((row[expected].astype(np.float64) - row.max()) / asked.temperature)
-    best = weights[0] / weights.sum()
-    assert abs((drawn == expected[0]).mean() - best) < 4 * np.sqrt(best * (1 - best) / 3000) + 1e-9
-    # The least probable of the allowed ones comes too, where it should within so many draws.
-    if weights[-1] / weights.sum() > 0.01:
-        assert expected[-1] in drawn
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
+def test_parameters_out_of_range(name: str, value: Any) -> None:
+    with pytest.raises(SamplingError, match=f"^{name} .*expected ") as caught:
+        SamplingParams(**{name: value})
+    assert caught.value.field == name
+    assert caught.value.exit_status == 2
+    assert len(str(caught.value)) < 300
 
 
-def test_ties_at_the_edge_of_top_k_leave_exactly_k() -> None:
-    row = np.zeros(100, np.float32)
-    row[90] = 1
-    assert set(draws(row, SamplingParams(temperature=1.0, top_k=3, seed=0), 500)) == {90, 0, 1}
+def test_every_field_is_tested() -> None:
+    assert set(WRONG) == {field.name for field in dataclasses.fields(SamplingParams)}
 
 
-def test_seed_and_position_decide_alone() -> None:
-    row, sampler = logits(spread=0.1), Sampler(VOCAB_SIZE)
-    params = SamplingParams(temperature=1.0, seed=9)
-    first = [sampler.sample(row, params, position) for position in range(50)]
-    other = Sampler(VOCAB_SIZE)
-    for position in reversed(range(50)):
-        other.sample(logits(1), SamplingParams(temperature=2.0, seed=4), position)  # another request of the batch
-        assert other.sample(row, params, position) == first[position]
-    assert len(set(first)) > 40
-    assert first != [sampler.sample(row, SamplingParams(temperature=1.0, seed=10), p) for p in range(50)]
+@pytest.mark.parametrize("name", ["temperature", "max_tokens", "seed", "min_p"])
+def test_numbers_too_long_to_print(name: str) -> None:
+    with pytest.raises(SamplingError, match="thousands of digits") as caught:
+        SamplingParams(**{name: -(10**5000)})  # type: ignore[arg-type]
+    assert caught.value.field == name
+
+
+def test_limits_are_accepted() -> None:
+    params = SamplingParams(
+        max_tokens=1, temperature=1000, top_k=1 << 40, top_p=1, min_p=1.0, repetition_penalty=1000,
+        presence_penalty=-2, frequency_penalty=2.0, seed=(1 << 64) - 1, min_tokens=1, n=128, logprobs=20,
+        prompt_logprobs=0, prompt_ignore_length=0, logit_bias={0: -INF, (1 << 31) - 1: 1e300})
+    assert params.logit_bias[0] == -INF
+    assert SamplingParams(top_p=1e-300, temperature=0).is_greedy
+
+
+def test_lists_become_tuples_of_its_own() -> None:
+    tokens, bias = [5, 6], {3: 1.0}
+    params = SamplingParams(stop_token_ids=tokens, stop=["a"], bad_token_ids=[tokens],  # type: ignore[arg-type]
+                            bad_words=["b"], logit_bias=bias)  # type: ignore[arg-type]
+    tokens.append(7)
+    bias[4] = 2.0
+    assert (params.stop_token_ids, params.stop, params.bad_words) == ((5, 6), ("a",), ("b",))
+    assert params.bad_token_ids == ((5, 6),)
+    assert params.logit_bias == {3: 1.0}
+    assert {params: 1}[SamplingParams(**vars(params))] == 1
+
+
+@pytest.mark.parametrize(("field", "params"), [
+    ("stop_token_ids", {"stop_token_ids": (5, 10)}), ("logit_bias", {"logit_bias": {10: 1.0}}),
+    ("bad_token_ids", {"bad_token_ids": ((1, 2), (3, 10))})])
+def test_tokens_outside_the_vocabulary(field: str, params: dict[str, Any]) -> None:
+    asked = SamplingParams(**params)
+    asked.check_vocabulary(11)
+    with pytest.raises(SamplingError, match=f"{field} holds token 10; expected ids of 0 to 9") as caught:
+        asked.check_vocabulary(10)
+    assert caught.value.field == field
 
 
 def test_a_seed_of_its_own() -> None:
@@ -82,38 +98,15 @@ def test_a_seed_of_its_own() -> None:
     assert SamplingParams().seeded().seed is None
 
 
-@pytest.mark.parametrize("params", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 4, "top_p": 0.9}])
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_logits_that_are_no_numbers(params: dict[str, Any], value: float) -> None:
-    row = logits()
-    row[40] = value
-    with pytest.raises(WorkFailed, match="logits at position 17 hold"):
-        Sampler(VOCAB_SIZE).sample(row, SamplingParams(seed=1, **params), 17)
+@pytest.mark.parametrize(("kind", "text", "choices"), [
+    ("xml", "a", ()), ("regex", "", ()), ("json_schema", None, ()), ("choice", "", ()), ("choice", "", ("a", "")),
+    ("choice", "", (1,)), ("choice", "", "yes"), ("grammar", 5, ())])
+def test_guides_that_are_none(kind: str, text: Any, choices: Any) -> None:
+    with pytest.raises(SamplingError, match=r"^guide is .*; expected ") as caught:
+        Guide(kind, text, choices)
+    assert caught.value.field == "guide"
 
 
-def test_tokens_ruled_out_are_never_chosen() -> None:
-    row = np.full(VOCAB_SIZE, -np.inf, np.float32)
-    row[[3, 4]] = 0
-    for top_k, top_p in ((0, 1.0), (10, 1.0), (0, 0.999)):
-        params = SamplingParams(temperature=1.0, top_k=top_k, top_p=top_p, seed=2)
-        assert set(draws(row, params, 200)) == {3, 4}
-
-
-@pytest.mark.parametrize(("field", "value"), [
-    ("max_tokens", 0), ("max_tokens", 1.5), ("max_tokens", True), ("temperature", -0.1), ("temperature", float("nan")),
-    ("temperature", float("inf")), ("temperature", "1"), ("top_k", -1), ("top_k", 1.0), ("top_p", 0), ("top_p", 1.01),
-    ("seed", -1), ("seed", 1 << 64), ("seed", 0.5), ("stop_token_ids", [-1]), ("stop_token_ids", ["x"]),
-])  # fmt: skip
-def test_parameters_out_of_range(field: str, value: Any) -> None:
-    with pytest.raises(SamplingError, match=f"^{field} is .*; expected ") as caught:
-        SamplingParams(**{field: value})
-    assert caught.value.exit_status == 2
-
-
-@given(st.integers(0, 1000), st.floats(0.05, 5), st.integers(0, 40), st.floats(0.01, 1), st.floats(0.001, 20))
-def test_any_parameters(seed: int, temperature: float, top_k: int, top_p: float, spread: float) -> None:
-    row = logits(seed, spread, 30)
-    asked = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    # Rounding may move the edge of top_p by one token.
-    lenient = SamplingParams(temperature=temperature, top_k=top_k, top_p=min(1.0, top_p + 1e-5), seed=seed)
-    assert set(draws(row, asked, 20)) <= set(allowed(row, lenient))
+def test_guides() -> None:
+    assert Guide("choice", choices=["a", "b"]).choices == ("a", "b")  # type: ignore[arg-type]
+    assert SamplingParams(guide=Guide("json_object")).guide == Guide("json_object")
