@@ -33,7 +33,7 @@ from ingot.runtime.devices import load_program
 from ingot.runtime.engine_file import EngineFile
 counter = ctypes.CDLL(None).num_allocations
 program = load_program(EngineFile.open(sys.argv[1]), 256, 2)
-blocks = [list(range(12))]
+blocks = [list(range(program.inputs[0].max_blocks))]
 counts, position = [], 0
 for number, size in enumerate(map(int, sys.argv[2:])):
     tokens, inputs = list(range(size)), program.inputs[number % 2]
