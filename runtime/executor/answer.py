@@ -82,12 +82,12 @@ class Answer(Sequence):
         self.text = ""
 
     def take(self, token: int) -> bool:
-        """Appends a token; whether the answer ends with it, by its tokens or its length."""
+        """Appends a token; whether the answer ends with it. Raises IngotError if its guide cannot follow."""
         tokens = self.tokens
         tokens.append(token)
-        self.num_output += 1
         if self.tracks_tokens:
             self.sampling.append(token)
+        self.num_output += 1
         if token in self.end_token_ids:
             self._stop_by(token)
         elif len(tokens) >= self.max_len:
@@ -158,6 +158,8 @@ def make_answers(request: Request, sink: Sink, tokenizer: Tokenizer | None, mode
     for name in ("stop", "bad_words"):
         if getattr(params, name) and tokenizer is None:
             raise SamplingError(name, f"{name} holds texts, but this engine has no tokenizer; give token ids instead")
+    if params.guide is not None:
+        raise SamplingError("guide", "guide: this version of the runtime does not bind answers to a grammar")
     bad = spell(params.bad_words, tokenizer) if params.bad_words and tokenizer is not None else []
     needs_text = tokenizer is not None and (request.wants_text or bool(params.stop))
     for index in range(params.n):

@@ -140,7 +140,12 @@ class StepLoop:
                     f"{answer.request_id}: no token can follow token {len(answer.tokens) - 1}: its logits are no "
                     "numbers, or every token is banned.\n  Find the layer with: ingot compare"))
                 continue
-            ends = answer.take(token)
+            try:
+                ends = answer.take(token)
+            except IngotError as error:
+                finish(answer)
+                self._end(answer, "error", error)
+                continue
             taken.append((answer, token, logprobs, ends))
             if ends:
                 finish(answer)

@@ -19,7 +19,8 @@ from ingot.runtime.executor.request import (
     QueueFull,
     RequestFailed,
 )
-from ingot.runtime.sampling import SamplingError
+from ingot.runtime.sampling import Guide, SamplingError
+from ingot.runtime.sampling_state import SequenceSampling
 from ingot.runtime.scheduler import NeverFits, SchedulerPolicy
 from tests.runtime.executor.null_engine import (
     BLOCK_SIZE,
@@ -159,6 +160,7 @@ def test_several_answers_share_the_prompt() -> None:
     ({"prompt": [1] * 65}, PromptError, "takes sequences of 64 at most"),
     ({"prompt": [1] * 64}, PromptError, "no room for an answer"),
     ({"prompt": [1], "sampling": {"stop_token_ids": (258,)}}, SamplingError, "stop_token_ids holds token 258"),
+    ({"prompt": [1], "sampling": {"guide": Guide("json_object")}}, SamplingError, "does not bind answers"),
     ({"prompt": [1] * 40, "max_tokens": 20}, NeverFits, r"needs 15 KV blocks of 4 tokens; there are 8 \(32 tokens\)"),
 ])  # fmt: skip
 def test_what_is_refused_at_once(fields: dict[str, Any], error: type[IngotError], message: str) -> None:
@@ -254,6 +256,28 @@ def test_logits_that_are_no_numbers_fail_their_request_alone() -> None:
     assert (bad.finish_reason, bad.token_ids, good.token_ids) == ("error", [9, 9], [9] * 9)
     assert isinstance(bad.error, RequestFailed)
     assert "bad: no token can follow token 6: its logits are no numbers" in str(bad.error)
+
+
+def test_a_guide_that_fails_fails_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever keeps account of an answer's tokens may refuse one."""
+    append = SequenceSampling.append
+
+    def guided(self: SequenceSampling, token: int) -> None:
+        append(self, token)
+        if len(counted) == 2:
+            raise WorkFailed("the grammar has no state for this token")
+        counted.append(token)
+
+    counted: list[int] = []
+    monkeypatch.setattr(SequenceSampling, "append", guided)
+    sink = Sink()
+    with null_executor() as executor:
+        executor.submit(request("bad", PROMPT, 9, sampling={"presence_penalty": 1.0}), sink)
+        executor.submit(request("good", [1] * 8, 9), sink)
+        bad, good = sink.finished("bad"), sink.finished("good")
+    assert (bad.finish_reason, bad.num_output_tokens, good.finish_reason) == ("error", 2, "length")
+    assert bad.token_ids == expected_answer(PROMPT, 2)
+    assert "the grammar has no state" in str(bad.error)
 
 
 @pytest.mark.parametrize("failure", [WorkFailed("the device is gone"), ZeroDivisionError("a fault")])
