@@ -7,12 +7,18 @@ right only if every token that a query can see has the very hash that the sequen
 
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field
+from zlib import crc32
 
 from ingot.runtime.kv import CacheKey, KvCache, KvSequence, RetentionRange
 from ingot.runtime.scheduler import Scheduler, SchedulerPolicy, SchedulerSettings, Sequence, SequenceState, StepPlan
 
 NO_KEY = CacheKey()
 Plan = StepPlan[Sequence]
+
+
+def mix(state: int, token: int) -> int:
+    """A hash that is the same in every process."""
+    return (state * 6364136223846793005 + token + 1442695040888963407) % (1 << 61)
 
 
 @dataclass
@@ -34,7 +40,7 @@ class Answer:
     def extend(self, tokens: Listing[int]) -> None:
         assert tokens[: len(self.tokens)] == self.tokens, "a token was lost"
         for token in tokens[len(self.tokens) :]:
-            self.hashes.append(hash((self.hashes[-1], token)))
+            self.hashes.append(mix(self.hashes[-1], token))
             self.tokens.append(token)
 
 
@@ -65,7 +71,7 @@ class Harness:
                             **options)  # type: ignore[arg-type]
         self.scheduler.add(sequence)
         self.sequences.append(sequence)
-        answer_ = self._answers[sequence] = Answer([hash(key)])
+        answer_ = self._answers[sequence] = Answer([crc32(repr(key).encode())])
         answer_.extend(shared)
         return sequence
 
@@ -126,7 +132,7 @@ class Harness:
             answer.num_rows += num_logits
             if not sequence.num_pending:
                 assert num_logits >= 1, "no logits for the next token"
-                sequence.tokens.append(answer.hashes[-1] % 7)
+                sequence.tokens.append((answer.hashes[-1] >> 30) % 7)
                 answer.extend(sequence.tokens)
                 if len(sequence.tokens) == sequence.max_len:
                     self._check_rows(sequence)
