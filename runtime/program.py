@@ -1,8 +1,10 @@
 """What every device offers: an engine's code and weights, loaded, that computes one step at a time."""
 
+from __future__ import annotations
+
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 
@@ -10,9 +12,32 @@ from .errors import RequestError
 from .sampling_inputs import Float32Array, StepOutputs
 from .step import StepInputs
 
+if TYPE_CHECKING:
+    from .engine_file import EngineFile
+
+PLAN_VERSION = 2
+"""Of the member plan.json."""
+
 
 class EngineMismatch(RequestError):
     """The engine was built for something that this machine or this runtime is not."""
+
+
+def outdated(engine: EngineFile, difference: str) -> EngineMismatch:
+    """The error for an engine of another version than this runtime."""
+    manifest = engine.manifest
+    return EngineMismatch(
+        f"{engine.path} was built by Ingot {manifest['ingot_version']} for another version of the runtime: "
+        f"{difference}.\n  Build it again: ingot build {manifest['model']['name']} --target "
+        f"{manifest['target']['name']} --precision {manifest['precision']}"
+    )
+
+
+def check_plan_version(engine: EngineFile) -> None:
+    """Raises EngineMismatch unless this runtime can read the engine's plan."""
+    version = engine.plan.get("version")
+    if version != PLAN_VERSION:
+        raise outdated(engine, f"its plan has version {version!r}, this runtime reads {PLAN_VERSION}")
 
 
 @dataclass(frozen=True)

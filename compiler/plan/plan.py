@@ -7,9 +7,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from .kv_cache import KvCache
+from ingot.runtime.program import PLAN_VERSION
 
-PLAN_VERSION = 2
+from .kv_cache import KvCache
 
 
 @dataclass(frozen=True)

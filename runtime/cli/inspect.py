@@ -10,7 +10,7 @@ from ..devices.native_code import check_cpu
 from ..engine_file import EngineFile
 from ..engine_format import section
 from ..host import available_memory_bytes
-from ..program import EngineMismatch
+from ..program import EngineMismatch, check_plan_version
 from .output import print_json, size, table
 
 _NUM_LARGEST = 12
@@ -28,6 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     view = next((name for name in VIEWS if getattr(arguments, name, False)), "summary")
     collect, text = VIEWS[view]
     with EngineFile.open(arguments.engine) as engine:
+        check_plan_version(engine)
         facts = collect(engine)
     if arguments.json:
         print_json(facts)

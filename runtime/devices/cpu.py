@@ -18,13 +18,12 @@ from ..engine_format import EngineFormatError
 from ..errors import RequestError, WorkFailed
 from ..host import available_cores
 from ..manifest import weight_name
-from ..program import Limits
+from ..program import Limits, check_plan_version
 from ..sampling_inputs import Float32Array, StepOutputs, work_bytes
 from ..step import StepInputs
 from .cpu_plan import DTYPES, BoundBucket, Places, arena_bytes, bind_bucket, check_buckets, kv_layout, vocab_size
-from .native_code import STEP_ARRAYS, NativeCode, Step, outdated
+from .native_code import STEP_ARRAYS, NativeCode, Step
 
-PLAN_VERSION = 2
 MAX_WORKERS = 1024
 
 Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
@@ -44,8 +43,7 @@ class CpuProgram:
         self.num_workers = num_workers
         self._engine = engine
         limits, plan = Limits.of(engine.manifest), engine.plan
-        if plan.get("version") != PLAN_VERSION:
-            raise outdated(engine, f"its plan has version {plan.get('version')!r}, this runtime reads {PLAN_VERSION}")
+        check_plan_version(engine)
         code = NativeCode(engine)
         try:
             check_buckets(plan, limits)

@@ -11,7 +11,7 @@ from ..engine_file import EngineFile
 from ..engine_format import EngineFormatError
 from ..errors import WorkFailed
 from ..host import cpu_features, cpu_name
-from ..program import EngineMismatch
+from ..program import EngineMismatch, outdated
 from ..step import StepInputs
 
 CODE = "code/model.so"
@@ -56,16 +56,6 @@ def check_cpu(engine: EngineFile, machine: str | None = None, features: frozense
         f"{engine.path} was built for {target['name']}; {reason}.\n"
         f"  Build one for this machine: ingot build {engine.manifest['model']['name']} --target cpu "
         f"--precision {engine.manifest['precision']}"
-    )
-
-
-def outdated(engine: EngineFile, difference: str) -> EngineMismatch:
-    """The error for an engine of another version than this runtime."""
-    manifest = engine.manifest
-    return EngineMismatch(
-        f"{engine.path} was built by Ingot {manifest['ingot_version']} for another version of the runtime: "
-        f"{difference}.\n  Build it again: ingot build {manifest['model']['name']} --target "
-        f"{manifest['target']['name']} --precision {manifest['precision']}"
     )
 
 

@@ -102,6 +102,16 @@ def test_inspect_of_an_engine_for_another_machine(
     assert "lacks warp_drive" in run_json(capsys, "inspect", path, "--json")["why_not_here"]
 
 
+def test_inspect_of_an_engine_of_another_version(
+    capsys: pytest.CaptureFixture[str], mock_code: bytes, tmp_path: Path,
+) -> None:
+    path = write_engine(tmp_path / "x.engine", mock_code, edit_plan=lambda plan: plan.update(version=1))
+    for view in ([], ["--memory"]):
+        status, out, errors = run(capsys, "inspect", path, *view)
+        assert (status, out) == (2, "")
+        assert "plan has version 1, this runtime reads 2.\n  Build it again: ingot build mock" in errors
+
+
 def test_inspect_views(capsys: pytest.CaptureFixture[str], mock_path: Path) -> None:
     layers = run_json(capsys, "inspect", mock_path, "--layers", "--json")
     assert [layer["layer"] for layer in layers] == ["embed", "layers.0", "head", "sampling"]
