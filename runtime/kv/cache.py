@@ -92,7 +92,7 @@ class KvCache:
         to compute. Until `release`, others are told that this sequence is computing its tokens (probe).
 
         limit           reuse at most so many tokens
-        num_new         take blocks at once for so many tokens behind the cached ones, or for all there are
+        num_new         take blocks at once for so many tokens behind the cached ones (at most max_chunk), or for all
         reserve_tokens  promise that `grow` up to so many tokens never fails. Either all active sequences reserve, or
                         none does
         spare           num_available must be at least this afterwards (for sequences that don't reserve)
@@ -101,6 +101,8 @@ class KvCache:
         assert not seq.is_active and seq.tokens
         assert bool(reserve_tokens) == bool(self._num_reserving) or not self.sequences, "all sequences reserve, or none"
         num_known = len(seq.tokens)
+        if self.max_chunk is not None:
+            num_new = min(num_new, self.max_chunk)
         usable = num_known - 1 if limit is None else min(limit, num_known - 1)
         match = None
         shares = self.enable_reuse and not private
@@ -259,6 +261,7 @@ class KvCache:
             for place, table in enumerate(group.tables):
                 blocks = [part.blocks[place] for part in parts if part is not None]
                 tables[table] = gone + blocks + store.take(group, room.num_blocks - len(nodes))
+        store.last_stamp += 1
         for group, copy in zip(groups, copied, strict=False):
             assert copy is not None
             for block, table in zip(copy.blocks, group.tables, strict=True):

@@ -145,6 +145,8 @@ def probe(tree: PrefixTree, groups: Sequence[Group], seq: KvSequence, partial: b
         until = first
         while until < end and owner in path[until].pending:
             until += 1
+        # Of its last block only a part may be of use: less than a block is not worth waiting for.
+        until = min(until, max(num_reached // block_size, first + 1))
         result.owner, result.until = owner, until * block_size
     else:
         assert last is not None

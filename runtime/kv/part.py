@@ -23,7 +23,7 @@ class Part:
     """Cached blocks: one a table of the group, all in the same tier.
 
     refs     active sequences that have these blocks in their tables; without any, the part can be evicted
-    stamp    when it was given up last, in releases counted by the cache
+    stamp    when its last use ended, as BlockStore.last_stamp counts
     expires  when its priority falls back to the default (clock time), None: never
     """
 

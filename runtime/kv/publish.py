@@ -60,7 +60,7 @@ class Publisher:
     def finish(self, seq: KvSequence, keep: bool) -> None:
         """Takes the sequence out of the tree. Its parts lose a reference; other blocks are cached (keep), or freed."""
         store = self._store
-        store.release_stamp += 1
+        store.last_stamp += 1
         end = 0
         if seq.root is not None:
             self._withdraw(seq)

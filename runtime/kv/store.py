@@ -23,7 +23,7 @@ from .tree import Node, PrefixTree, cache_key_of, digest_of
 class BlockStore:
     """num_evictable: per tier the blocks of parts without refs; each of them can be freed, leaves first.
 
-    num_windowed: device blocks in use in tables with a window. release_stamp: counts releases, the age of parts.
+    num_windowed: device blocks in use in tables with a window. last_stamp: counts uses that have ended; a part's age.
     """
 
     def __init__(self, num_blocks: int, num_host_blocks: int, tree: PrefixTree, stats: KvStats,
@@ -33,7 +33,7 @@ class BlockStore:
         self.has_host = num_host_blocks > 0
         self.num_evictable = [0, 0]
         self.num_windowed = 0
-        self.release_stamp = 0
+        self.last_stamp = 0
         self.copies: list[tuple[int, int]] = []
         self.evicted = EvictedPrefixes()
         self.queues = [EvictionQueue(clock, self._tell_priority) for _ in (DEVICE, HOST)]
@@ -74,7 +74,7 @@ class BlockStore:
             self.num_evictable[tier] += size
             if tier == DEVICE and part.group.window is not None:
                 self.num_windowed -= size
-            part.stamp = self.release_stamp
+            part.stamp = self.last_stamp
             duration_s = part.node.duration_s
             part.expires = None if duration_s is None else self._clock() + duration_s
             if part.is_leaf:

@@ -138,8 +138,8 @@ class PrefixTree:
         return best, best_common
 
     def has_extension(self, parent: Node, key: Key) -> bool:
-        """Whether a complete child begins with all of `key`: a tail `key` would add nothing."""
-        return self.best_child(parent, key, lambda node: len(node.key) >= len(key) and node.is_complete)[1] == len(key)
+        """Whether a complete child goes on behind `key`: a tail `key` would add nothing."""
+        return self.best_child(parent, key, lambda node: len(node.key) > len(key) and node.is_complete)[1] == len(key)
 
 
 def common_length(left: Key, right: Key) -> int:

@@ -1,6 +1,6 @@
 """Random sequences over small pools: nothing is lost, nothing stale is read, nothing promised is missing."""
 
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -132,5 +132,5 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None, phases=[Phase.generate],
+TestCacheMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None,
                                      suppress_health_check=list(HealthCheck))
