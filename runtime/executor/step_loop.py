@@ -80,6 +80,7 @@ class StepLoop:
         """The device is broken: all requests end with the error, and others that were not added yet. The last call."""
         for running in others:
             self.requests[running.request.request_id] = running
+            self.num_unstarted += 1
         for running in list(self.requests.values()):
             for answer in running.answers:
                 if answer.finish_reason is None:
