@@ -8,23 +8,9 @@ part to finish combines them all.
 import triton
 import triton.language as tl
 
-from ..gpu.math import dot, narrow, tanh
+from ..gpu.math import dot, group_of, narrow, tanh
 
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _sequence_of(tile, query_start, num_seqs, QB: tl.constexpr, STEPS: tl.constexpr):
-    """The sequence s that a tile belongs to: the last one with query_start[s] // QB + s <= tile. So every sequence has
-    tiles enough for its tokens, however they fall, and no list of tiles is needed."""
-    low, high = num_seqs * 0, num_seqs
-    for _ in range(STEPS):
-        middle = (low + high) // 2
-        first = tl.load(query_start + middle) // QB + middle
-        right = (first <= tile) & (low < high)
-        low = tl.where(right, middle + 1, low)
-        high = tl.where(right, high, middle)
-    return low - 1
 
 
 @triton.jit
@@ -66,7 +52,7 @@ def paged_attention(q, k_part, v_part, k_scales, v_scales, k_static, v_static, s
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if num_seqs == 0:
         return
-    seq = _sequence_of(tile, query_start, num_seqs, QB, STEPS)
+    seq = group_of(tile, query_start, num_seqs, QB, STEPS)
     start = tl.load(query_start + seq)
     length = tl.load(query_start + seq + 1) - start
     q0 = (tile - (start // QB + seq)) * QB

@@ -1,7 +1,7 @@
 """Attention on a GPU: how many tokens share a tile, how much of the context a block takes, and in how many parts."""
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..gpu.device import Device
 from ..gpu.kernel import Candidate, Candidates, Cost, GpuKernel, GpuLaunch, Parameter, Refusal, arguments, symbol
@@ -84,25 +84,32 @@ def candidates(problem: Problem, device: Device) -> Candidates:
 def _tiles(p: Problem, device: Device) -> list[Tile]:
     """Few tokens: one a tile, since every sequence may have but one. Many: as the matrix instruction likes."""
     tiles = []
-    wide = 64 if max(p.key_dim, p.value_dim) > 128 else 128
-    for rows in (16,) if p.m <= p.max_batch else (16, 64, wide) if wide > 64 else (16, 64):
+    large = max(p.key_dim, p.value_dim) > 128
+    for rows in (16,) if p.m <= p.max_batch else (16, 64) if large else (16, 64, 128):
         tokens = max(1, rows // p.group)
         if rows > 16 and tokens > p.m:
             continue
-        # A wide step of eight-bit values, widened in registers, spills them.
-        narrow = max(p.key_dim, p.value_dim) > 128 or p.kv_type in ("fp8", "int8")
-        for positions in (64,) if narrow else (64, 128):
+        # A wide step of eight-bit values, widened in registers, spills them; and so do wide steps of tall tiles where
+        # the matrix instruction reads from registers.
+        wide = not large and p.kv_type not in ("fp8", "int8") and (rows == 16 or device.has_warpgroup_mma)
+        for positions in (32, 64) if large else (64, 128) if wide else (64,):
             blocks = num_tiles(p, tokens) * p.kv_heads
             for splits in (1, 2, 4, 8, 16):
                 enough = splits == 1 or (blocks * splits <= 4 * device.num_sms
                                          and p.max_tokens_seen >= splits * positions)
                 if enough:
-                    tiles.append(Tile(tokens, positions, splits, 8 if rows >= 128 else 4, 3 if rows < 128 else 2))
+                    tiles.append(_deepest(p, device, Tile(tokens, positions, splits, 8 if rows >= 128 else 4, 1)))
     return list(dict.fromkeys(tiles))
 
 
+def _deepest(p: Problem, device: Device, tile: Tile) -> Tile:
+    """With as many stages as shared memory allows, at most three."""
+    stages = [n for n in (1, 2, 3) if shared_bytes(p, replace(tile, stages=n)) <= device.shared_per_block]
+    return replace(tile, stages=max(stages, default=1))
+
+
 def num_tiles(p: Problem, tokens: int) -> int:
-    """Enough for any division of m tokens into sequences (gpu.py, _sequence_of)."""
+    """Enough for any division of m tokens into sequences (group_of in gpu/math.py)."""
     return p.m // tokens + min(p.max_batch, p.m)
 
 

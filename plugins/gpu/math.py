@@ -116,3 +116,21 @@ def activation(v, KIND: tl.constexpr):
         return tl.maximum(v, 0.0)
     else:
         return v
+
+
+@triton.jit
+def group_of(tile, starts, num_groups, SIZE: tl.constexpr, STEPS: tl.constexpr):
+    """The group g that a tile of SIZE items belongs to: the last one with starts[g] // SIZE + g <= tile.
+
+    starts i32 [num_groups + 1], ascending from 0. With tiles numbered so, every group has tiles enough for its items
+    however they fall, and tiles beyond a group's last item find nothing to do: no list of tiles is needed.
+    STEPS: at least the binary digits of num_groups, plus one.
+    """
+    low, high = tile * 0, tile * 0 + num_groups
+    for _ in range(STEPS):
+        middle = (low + high) // 2
+        first = tl.load(starts + middle) // SIZE + middle
+        right = (first <= tile) & (low < high)
+        low = tl.where(right, middle + 1, low)
+        high = tl.where(right, high, middle)
+    return low - 1

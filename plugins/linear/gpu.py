@@ -8,18 +8,18 @@ fill the narrow side of the instruction (8 columns) instead of a tile of 64 rows
 import triton
 import triton.language as tl
 
-from ..gpu.math import activation, dot, dot_nvfp4, limit, narrow, quantize
+from ..gpu.math import activation, dot, dot_nvfp4, group_of, limit, narrow, quantize
 
 
 @triton.jit
-def _weights(w, n, k, N, W_ROW: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, BN: tl.constexpr,
+def _weights(w, base, n, k, N, W_ROW: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, BN: tl.constexpr,
              TMA: tl.constexpr):
-    """The tile [BN, WIDTH] of stored weights at row n, element k of a row of W_ROW stored elements."""
+    """The tile [BN, WIDTH] of stored weights at row n of the N that begin at row base, element k of rows of W_ROW."""
     if TMA:
-        return w.load([n, k])
+        return w.load([base + n, k])
     else:
         # Rows beyond N repeat the last one: no mask, and their results are not stored.
-        rows = tl.minimum(n + tl.arange(0, BN), N - 1).to(tl.int64)
+        rows = base + tl.minimum(n + tl.arange(0, BN), N - 1).to(tl.int64)
         columns = k + tl.arange(0, WIDTH)
         if EVEN:
             return tl.load(w + rows[:, None] * W_ROW + columns[None, :])
@@ -28,27 +28,26 @@ def _weights(w, n, k, N, W_ROW: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.cons
 
 
 @triton.jit
-def _tokens(x, m, k, num_rows, X_ROW: tl.constexpr, X_STRIDE: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
-            BM: tl.constexpr, TMA: tl.constexpr):
-    """The tile [BM, WIDTH] of activations at row m, element k; rows beyond the last repeat it."""
+def _tokens(x, xs, m, k, X_ROW: tl.constexpr, X_STRIDE: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
+            TMA: tl.constexpr):
+    """The tile [BM, WIDTH] of activations in rows xs i64 [BM] (with descriptors: from row m on), at element k."""
     if TMA:
         return x.load([m, k])
     else:
-        rows = tl.minimum(m + tl.arange(0, BM), num_rows - 1).to(tl.int64)
         columns = k + tl.arange(0, WIDTH)
         if EVEN:
-            return tl.load(x + rows[:, None] * X_STRIDE + columns[None, :])
+            return tl.load(x + xs[:, None] * X_STRIDE + columns[None, :])
         else:
-            return tl.load(x + rows[:, None] * X_STRIDE + columns[None, :], mask=columns[None, :] < X_ROW, other=0.0)
+            return tl.load(x + xs[:, None] * X_STRIDE + columns[None, :], mask=columns[None, :] < X_ROW, other=0.0)
 
 
 @triton.jit
-def _scan(x, norm_weight, m, num_rows, K: tl.constexpr, X_STRIDE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):
+def _scan(x, norm_weight, xs, K: tl.constexpr, X_STRIDE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):
     """Largest magnitude of x (times the norm's weight) and sum of squares of x, for each row: float32 [BM] twice."""
     largest = tl.zeros((BM,), tl.float32)
     squares = tl.zeros((BM,), tl.float32)
     for k in range(0, K, BK):
-        v = _tokens(x, m, k, num_rows, K, X_STRIDE, BK, K % BK == 0, BM, False).to(tl.float32)
+        v = _tokens(x, xs, 0, k, K, X_STRIDE, BK, K % BK == 0, False).to(tl.float32)
         squares += tl.sum(v * v, 1)
         if norm_weight is not None:
             v = v * tl.load(norm_weight + k + tl.arange(0, BK), mask=k + tl.arange(0, BK) < K, other=0.0)[None, :]
@@ -82,13 +81,13 @@ def _widened(q, zero, TO: tl.constexpr):
 
 
 @triton.jit
-def _four_bits(w, scale, zero, b_low, b_high, acc, n, k, N, W_ROW: tl.constexpr, GROUPS: tl.constexpr,
+def _four_bits(w, scale, zero, b_low, b_high, acc, base, n, k, N, W_ROW: tl.constexpr, GROUPS: tl.constexpr,
                HALF: tl.constexpr, BN: tl.constexpr, TMA: tl.constexpr, DEFER: tl.constexpr):
     """acc + the group's weights times activations. A byte holds channel j of the group below and j + HALF above, so
     both halves are dense tiles. DEFER: integers are multiplied, and the sum is scaled; else the weights are scaled and
     rounded to the activations' type, as a dequantized checkpoint has them."""
-    packed = _weights(w, n, k // 2, N, W_ROW, HALF, True, BN, TMA)
-    rows = tl.minimum(n + tl.arange(0, BN), N - 1)
+    packed = _weights(w, base, n, k // 2, N, W_ROW, HALF, True, BN, TMA)
+    rows = base + tl.minimum(n + tl.arange(0, BN), N - 1)
     at = rows * GROUPS + k // (2 * HALF)
     s = tl.load(scale + at).to(tl.float32)
     z = tl.load(zero + at).to(tl.int8)[:, None] if zero is not None else 8
@@ -105,42 +104,63 @@ def _four_bits(w, scale, zero, b_low, b_high, acc, n, k, N, W_ROW: tl.constexpr,
 
 
 @triton.jit
-def _scaled_blocks(w, w_scale, b, b_scale, acc, n, k, N, K: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
-                   TMA: tl.constexpr):
+def _scaled_blocks(w, w_scale, b, b_scale, acc, base, n, k, N, K: tl.constexpr, BK: tl.constexpr,
+                   BN: tl.constexpr, TMA: tl.constexpr):
     """acc + e2m1 weights times e2m1 activations, each with an e4m3 scale for 16 channels. b [BM, BK/2] packed,
     b_scale [BM, BK/16]."""
-    a = _weights(w, n, k // 2, N, K // 2, BK // 2, K % BK == 0, BN, TMA)
-    rows = tl.minimum(n + tl.arange(0, BN), N - 1).to(tl.int64)
+    a = _weights(w, base, n, k // 2, N, K // 2, BK // 2, K % BK == 0, BN, TMA)
+    rows = base + tl.minimum(n + tl.arange(0, BN), N - 1).to(tl.int64)
     blocks = k // 16 + tl.arange(0, BK // 16)
     a_scale = tl.load(w_scale + rows[:, None] * (K // 16) + blocks[None, :], mask=blocks[None, :] < K // 16, other=0.0)
     return dot_nvfp4(a, a_scale, b, b_scale, acc)
 
 
 @triton.jit
-def linear(x, w, y, sizes, x_scale, w_scale, w_zero, scale, bias, residual, norm_weight, y_scale, partial, arrived,
-           ROWS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, X_STRIDE: tl.constexpr, WEIGHTS: tl.constexpr,
-           W_ROW: tl.constexpr, QUANTIZE: tl.constexpr, DEFER: tl.constexpr, GATED: tl.constexpr, EPS: tl.constexpr,
-           TO: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
-           TMA: tl.constexpr):
+def linear(x, w, y, sizes, order, starts, x_scale, w_scale, w_zero, scale, bias, residual, norm_weight, y_scale,
+           partial, arrived, ROWS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, X_STRIDE: tl.constexpr,
+           WEIGHTS: tl.constexpr, W_ROW: tl.constexpr, QUANTIZE: tl.constexpr, DEFER: tl.constexpr,
+           GATED: tl.constexpr, EPS: tl.constexpr, TO: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+           BK: tl.constexpr, SPLITS: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr, EXPERTS: tl.constexpr,
+           SHARE: tl.constexpr, STEPS: tl.constexpr):
     """One tile [BN features, BM tokens] of y, or of one K-range of it. tactics.py says what may be None.
 
     x           [M, K] in the activation type, rows X_STRIDE elements apart; nvfp4: u8 [M, K/2]
     w           as gpu_formats.py packs it; GATED: the gate's N rows, then those of the other factor
     y           [M, N]
     sizes       i32: sizes[ROWS] is M
+    order, starts  with EXPERTS matrices one below the other in w: row order[i] of y belongs to expert e for
+                starts[e] <= i < starts[e + 1]; it is made of row order[i] // SHARE of x. STEPS: of the search for e
     x_scale     f32 [M]; nvfp4: e4m3 [M, K/16]. w_scale, w_zero: by format. scale f32 [1]: one more factor
-    bias        f32 [N] (GATED: [2N]); residual [M, N] in the type of y; norm_weight f32 [K]
+    bias        f32, an element for each row of w; residual [M, N] in the type of y; norm_weight f32 [K]
     y_scale     f32 [1]: results are divided by it and stored as TO
     partial     f32, arrived i32 (zero before and after): where the SPLITS of K meet; the last to come adds them up in
                 their order
     """
-    num_rows = tl.load(sizes + ROWS)
     tiles_n: tl.constexpr = (N + BN - 1) // BN
     tile = tl.program_id(0)
     split = tl.program_id(1)
-    n, m = (tile % tiles_n) * BN, (tile // tiles_n) * BM
-    if m >= num_rows:
+    n = (tile % tiles_n) * BN
+    HEIGHT: tl.constexpr = N if GATED == "" else 2 * N
+    if EXPERTS > 0:
+        expert = group_of(tile // tiles_n, starts, EXPERTS, BM, STEPS)
+        first = tl.load(starts + expert)
+        end = tl.load(starts + expert + 1)
+        m = first + (tile // tiles_n - (first // BM + expert)) * BM
+        base = expert * HEIGHT
+    else:
+        end = tl.load(sizes + ROWS)
+        m = (tile // tiles_n) * BM
+        base = 0
+    if m >= end:
         return
+    # Rows beyond the last repeat it: no mask, and their results are not stored.
+    ms = m + tl.arange(0, BM)
+    inside = ms < end
+    ys = tl.minimum(ms, end - 1).to(tl.int64)
+    xs = ys
+    if EXPERTS > 0:
+        ys = tl.load(order + ys).to(tl.int64)
+        xs = ys // SHARE
     FOUR_BITS: tl.constexpr = WEIGHTS == "int4"
     WHOLE_INTEGERS: tl.constexpr = WEIGHTS == "int8"
     acc = tl.zeros((BN, BM), tl.int32 if WHOLE_INTEGERS else tl.float32)
@@ -148,54 +168,53 @@ def linear(x, w, y, sizes, x_scale, w_scale, w_zero, scale, bias, residual, norm
     squares = tl.zeros((BM,), tl.float32)
     inverse = tl.zeros((BM,), tl.float32)
     token_scale = tl.full((BM,), 1.0, tl.float32)
-    ms = m + tl.arange(0, BM)
-    safe_ms = tl.minimum(ms, num_rows - 1)
     if QUANTIZE != "":
-        largest, squares = _scan(x, norm_weight, m, num_rows, K, X_STRIDE, BM, BK)
+        largest, squares = _scan(x, norm_weight, xs, K, X_STRIDE, BM, BK)
         token_scale = largest / limit(QUANTIZE)
         inverse = tl.where(largest > 0, limit(QUANTIZE) / largest, 0.0)
     elif x_scale is not None and WEIGHTS != "nvfp4":
-        token_scale = tl.load(x_scale + safe_ms)
+        token_scale = tl.load(x_scale + xs)
 
-    STEPS: tl.constexpr = (K + BK * SPLITS - 1) // (BK * SPLITS)
+    NUM_STEPS: tl.constexpr = (K + BK * SPLITS - 1) // (BK * SPLITS)
     EVEN: tl.constexpr = K % (BK * SPLITS) == 0
-    begin = split * (STEPS * BK)
-    for step in range(STEPS):
+    begin = split * (NUM_STEPS * BK)
+    for step in range(NUM_STEPS):
         k = begin + step * BK
         if WEIGHTS == "nvfp4":
-            b = _tokens(x, m, k // 2, num_rows, K // 2, X_STRIDE, BK // 2, EVEN, BM, TMA)
+            b = _tokens(x, xs, m, k // 2, K // 2, X_STRIDE, BK // 2, EVEN, X_TMA)
             blocks = k // 16 + tl.arange(0, BK // 16)
-            b_scale = tl.load(x_scale + safe_ms[:, None] * (K // 16) + blocks[None, :],
-                              mask=blocks[None, :] < K // 16, other=0.0)
-            acc = _scaled_blocks(w, w_scale, b, b_scale, acc, n, k, N, K, BK, BN, TMA)
+            b_scale = tl.load(x_scale + xs[:, None] * (K // 16) + blocks[None, :], mask=blocks[None, :] < K // 16,
+                              other=0.0)
+            acc = _scaled_blocks(w, w_scale, b, b_scale, acc, base, n, k, N, K, BK, BN, W_TMA)
             if GATED != "":
-                acc2 = _scaled_blocks(w, w_scale, b, b_scale, acc2, N + n, k, 2 * N, K, BK, BN, TMA)
+                acc2 = _scaled_blocks(w, w_scale, b, b_scale, acc2, base + N, n, k, N, K, BK, BN, W_TMA)
         elif FOUR_BITS:
-            low = _tokens(x, m, k, num_rows, K, X_STRIDE, BK // 2, EVEN, BM, TMA)
-            high = _tokens(x, m, k + BK // 2, num_rows, K, X_STRIDE, BK // 2, EVEN, BM, TMA)
+            HALF: tl.constexpr = BK // 2
+            low = _tokens(x, xs, m, k, K, X_STRIDE, HALF, EVEN, X_TMA)
+            high = _tokens(x, xs, m, k + HALF, K, X_STRIDE, HALF, EVEN, X_TMA)
             if norm_weight is not None and QUANTIZE == "":
                 squares += tl.sum(low.to(tl.float32) * low.to(tl.float32), 1)
                 squares += tl.sum(high.to(tl.float32) * high.to(tl.float32), 1)
-            low = _prepared(low, norm_weight, inverse, k, K, BK // 2, QUANTIZE)
-            high = _prepared(high, norm_weight, inverse, k + BK // 2, K, BK // 2, QUANTIZE)
-            acc = _four_bits(w, w_scale, w_zero, low, high, acc, n, k, N, W_ROW, 2 * W_ROW // BK, BK // 2, BN, TMA,
+            low = _prepared(low, norm_weight, inverse, k, K, HALF, QUANTIZE)
+            high = _prepared(high, norm_weight, inverse, k + HALF, K, HALF, QUANTIZE)
+            acc = _four_bits(w, w_scale, w_zero, low, high, acc, base, n, k, N, W_ROW, W_ROW // HALF, HALF, BN, W_TMA,
                              DEFER)
             if GATED != "":
-                acc2 = _four_bits(w, w_scale, w_zero, low, high, acc2, N + n, k, 2 * N, W_ROW, 2 * W_ROW // BK, BK // 2,
-                                  BN, TMA, DEFER)
+                acc2 = _four_bits(w, w_scale, w_zero, low, high, acc2, base + N, n, k, N, W_ROW, W_ROW // HALF, HALF,
+                                  BN, W_TMA, DEFER)
         else:
-            b = _tokens(x, m, k, num_rows, K, X_STRIDE, BK, EVEN, BM, TMA)
+            b = _tokens(x, xs, m, k, K, X_STRIDE, BK, EVEN, X_TMA)
             if norm_weight is not None and QUANTIZE == "":
                 squares += tl.sum(b.to(tl.float32) * b.to(tl.float32), 1)
             b = _prepared(b, norm_weight, inverse, k, K, BK, QUANTIZE)
-            acc = dot(_weights(w, n, k, N, W_ROW, BK, EVEN, BN, TMA), b.T, acc)
+            acc = dot(_weights(w, base, n, k, N, W_ROW, BK, EVEN, BN, W_TMA), b.T, acc)
             if GATED != "":
-                acc2 = dot(_weights(w, N + n, k, 2 * N, W_ROW, BK, EVEN, BN, TMA), b.T, acc2)
+                acc2 = dot(_weights(w, base + N, n, k, N, W_ROW, BK, EVEN, BN, W_TMA), b.T, acc2)
 
     if SPLITS > 1:
         ACCUMULATORS: tl.constexpr = 1 if GATED == "" else 2
         SLOT: tl.constexpr = (ACCUMULATORS * BN + 1) * BM
-        at = partial + tile * (SPLITS * SLOT)
+        at = partial + tile.to(tl.int64) * (SPLITS * SLOT)
         element = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
         mine = at + split * SLOT
         tl.store(mine + element, acc.to(tl.float32))
@@ -218,18 +237,18 @@ def linear(x, w, y, sizes, x_scale, w_scale, w_zero, scale, bias, residual, norm
         if QUANTIZE != "":
             squares_all = squares  # every split has seen the whole row
         _finish(acc_all, acc2_all, squares_all, token_scale, y, w_scale, scale, bias, residual, norm_weight, y_scale,
-                n, m, num_rows, N, K, WEIGHTS, GATED, EPS, TO, BM, BN)
+                base, n, ys, inside, N, K, WEIGHTS, GATED, EPS, TO, BN)
     else:
         _finish(acc.to(tl.float32), acc2.to(tl.float32), squares, token_scale, y, w_scale, scale, bias, residual,
-                norm_weight, y_scale, n, m, num_rows, N, K, WEIGHTS, GATED, EPS, TO, BM, BN)
+                norm_weight, y_scale, base, n, ys, inside, N, K, WEIGHTS, GATED, EPS, TO, BN)
 
 
 @triton.jit
-def _finish(acc, acc2, squares, token_scale, y, w_scale, scale, bias, residual, norm_weight, y_scale, n, m, num_rows,
-            N: tl.constexpr, K: tl.constexpr, WEIGHTS: tl.constexpr, GATED: tl.constexpr, EPS: tl.constexpr,
-            TO: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """Scales, bias, gate, residual; then the tile goes to y."""
-    ns, ms = n + tl.arange(0, BN), m + tl.arange(0, BM)
+def _finish(acc, acc2, squares, token_scale, y, w_scale, scale, bias, residual, norm_weight, y_scale, base, n, ys,
+            inside, N: tl.constexpr, K: tl.constexpr, WEIGHTS: tl.constexpr, GATED: tl.constexpr, EPS: tl.constexpr,
+            TO: tl.constexpr, BN: tl.constexpr):
+    """Scales, bias, gate, residual; then the tile goes to rows ys of y where inside."""
+    ns = n + tl.arange(0, BN)
     inside_n = ns < N
     if norm_weight is not None:
         token_scale = token_scale * tl.rsqrt(squares / K + EPS)
@@ -239,21 +258,21 @@ def _finish(acc, acc2, squares, token_scale, y, w_scale, scale, bias, residual, 
         factor = tl.load(scale)
         acc, acc2 = acc * factor, acc2 * factor
     if WEIGHTS == "fp8" or WEIGHTS == "int8":
-        acc *= tl.load(w_scale + ns, mask=inside_n, other=0.0)[:, None]
+        acc *= tl.load(w_scale + base + ns, mask=inside_n, other=0.0)[:, None]
         if GATED != "":
-            acc2 *= tl.load(w_scale + N + ns, mask=inside_n, other=0.0)[:, None]
+            acc2 *= tl.load(w_scale + base + N + ns, mask=inside_n, other=0.0)[:, None]
     if bias is not None:
-        acc += tl.load(bias + ns, mask=inside_n, other=0.0)[:, None]
+        acc += tl.load(bias + base + ns, mask=inside_n, other=0.0)[:, None]
         if GATED != "":
-            acc2 += tl.load(bias + N + ns, mask=inside_n, other=0.0)[:, None]
+            acc2 += tl.load(bias + base + N + ns, mask=inside_n, other=0.0)[:, None]
     if GATED != "":
         acc = activation(acc, GATED) * acc2
     out = acc.T
-    at = ms.to(tl.int64)[:, None] * N + ns[None, :]
-    inside = (ms < num_rows)[:, None] & inside_n[None, :]
+    at = ys[:, None] * N + ns[None, :]
+    stored = inside[:, None] & inside_n[None, :]
     if residual is not None:
-        out += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        out += tl.load(residual + at, mask=stored, other=0.0).to(tl.float32)
     if y_scale is not None:
         out = out / tl.load(y_scale)
         out = tl.minimum(tl.maximum(out, -limit(TO)), limit(TO))
-    tl.store(y + at, quantize(out, TO), mask=inside)
+    tl.store(y + at, quantize(out, TO), mask=stored)

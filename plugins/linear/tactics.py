@@ -49,6 +49,8 @@ class Problem:
     gated       activation of the gate; the weights are the gate's n rows, then n others: y = act(gate) * other
     y_type      "" float_type, "fp8", "int8": quantized by a static scale
     x_stride    elements between rows of x; 0: dense
+    experts     > 0: so many matrices; each of the m tokens goes through `choices` of them, and y has m * choices rows
+    shared      the choices of a token read the same row of x; else x has a row for each
     """
 
     m: int
@@ -68,12 +70,30 @@ class Problem:
     gated: str = ""
     y_type: str = ""
     x_stride: int = 0
+    experts: int = 0
+    choices: int = 1
+    shared: bool = True
 
     def __post_init__(self) -> None:
         assert self.activation in FORMATS[self.format].activations, self
         assert not (self.quantizes and (self.token_scales or self.activation not in ("fp8", "int8"))), self
         assert not (self.norm_eps is not None and self.token_scales), f"a norm of quantized values: {self}"
         assert not self.zero_points or self.format == "int4", self
+        assert self.experts or self.choices == 1, self
+
+    @property
+    def num_rows(self) -> int:
+        """Of y."""
+        return self.m * self.choices
+
+    @property
+    def num_matrices(self) -> int:
+        return max(1, self.experts)
+
+    @property
+    def rows_a_matrix(self) -> int:
+        """That a matrix has on the average."""
+        return -(-self.num_rows // self.num_matrices)
 
     @property
     def x_type(self) -> str:
@@ -130,35 +150,41 @@ def unsupported(problem: Problem, device: Device) -> str:
     row_bytes = FORMATS[p.format].stored_row(p.k) * {"fp32": 4, "bf16": 2, "fp16": 2}.get(FORMATS[p.format].weights, 1)
     if row_bytes % 16 or (p.x_stride or p.k) * _BYTES[p.x_type] % 16:
         return f"rows of {p.k} channels do not start at multiples of 16 bytes"
-    if p.m > _MAX_PREPARED and (p.quantizes or p.norm_eps is not None):
-        return f"norm and quantization inside the kernel serve up to {_MAX_PREPARED} rows, this bucket has {p.m}"
+    if p.num_rows > _MAX_PREPARED and (p.quantizes or p.norm_eps is not None):
+        return f"norm and quantization inside the kernel serve up to {_MAX_PREPARED} rows, this bucket has {p.num_rows}"
     return ""
 
 
 def _tiles(p: Problem, device: Device) -> list[Tile]:
     channels, tiles = _channel_steps(p), []
-    if p.m <= _SPLIT_ROWS:
-        tokens = max(16, 1 << (p.m - 1).bit_length())
+    if p.rows_a_matrix <= _SPLIT_ROWS:
+        tokens = max(16, 1 << (p.rows_a_matrix - 1).bit_length())
         feature_steps: tuple[int, ...] = (64, 128) if device.has_warpgroup_mma else (32, 64)
         if p.format == "nvfp4" and device.has_warpgroup_mma:
             feature_steps = (128,)  # block-scaled tcgen05 takes no fewer; below, triton falls back to bf16
         for features, step in product(feature_steps, channels):
-            blocks = -(-p.n // features)
+            blocks = -(-p.n // features) * row_tiles(p, tokens)
             for splits in (1, 2, 4, 8, 16):
                 enough = blocks * splits <= 4 * device.num_sms
                 even = -(-p.k // step) % splits == 0
                 if splits == 1 or (enough and even and p.k >= splits * step * 2):
                     tiles.append(Tile(features, tokens, step, splits, 4, _stages(p, device, features, tokens, step, 5)))
         return tiles
-    wide = (64, 128, 256) if p.m > 128 and device.has_warpgroup_mma and not p.gated and not _defers(p) else (64, 128)
+    one_accumulator = not p.gated and not _defers(p)
+    wide = (64, 128, 256) if p.rows_a_matrix > 128 and device.has_warpgroup_mma and one_accumulator else (64, 128)
     for tokens, step, tma in product(wide, channels, (False, True)):
         if tma and not device.has_tma:
             continue
-        if (_defers(p) or p.gated) and tokens > 64 and not device.has_warpgroup_mma:
+        if not one_accumulator and tokens > 64 and not device.has_warpgroup_mma:
             continue  # a second accumulator does not fit the registers
         warps = 8 if tokens >= 128 else 4
         tiles.append(Tile(128, tokens, step, 1, warps, _stages(p, device, 128, tokens, step, 4), tma))
     return tiles
+
+
+def row_tiles(p: Problem, tokens: int) -> int:
+    """Tiles that cover the rows however they fall to the experts (group_of in gpu/math.py)."""
+    return p.num_rows // tokens + min(p.experts, p.num_rows) if p.experts else -(-p.num_rows // tokens)
 
 
 def _defers(p: Problem) -> bool:
@@ -190,26 +216,30 @@ def shared_bytes(p: Problem, tile: Tile) -> int:
 
 
 def cost(p: Problem, tile: Tile) -> Cost:
+    """Of experts as many are read as there are rows, at most all."""
     rows = p.n * (2 if p.gated else 1)
-    num_bytes = FORMATS[p.format].weight_bytes(rows, p.k, p.zero_points) + p.m * p.k * _BYTES[p.x_type]
-    num_bytes += p.m * p.n * _BYTES[p.y_type or p.float_type] + p.residual * p.m * p.n * _BYTES[p.float_type]
+    x_rows = p.m if p.shared else p.num_rows
+    num_bytes = min(p.num_matrices, p.num_rows) * FORMATS[p.format].weight_bytes(rows, p.k, p.zero_points)
+    num_bytes += x_rows * p.k * _BYTES[p.x_type] + p.num_rows * p.n * _BYTES[p.y_type or p.float_type]
+    num_bytes += p.residual * p.num_rows * p.n * _BYTES[p.float_type]
     if tile.splits > 1:
-        num_bytes += 2 * 4 * tile.splits * tile.tokens * rows
-    return Cost(num_bytes, 2.0 * p.m * rows * p.k)
+        num_bytes += 2 * 4 * tile.splits * tile.tokens * rows * row_tiles(p, tile.tokens)
+    return Cost(num_bytes, 2.0 * p.num_rows * rows * p.k)
 
 
 def launch(p: Problem, tile: Tile) -> GpuLaunch:
     """The kernel of that tile and its grid."""
     form = FORMATS[p.format]
     parameters, constants = _parameters(p, form, tile)
-    blocks = -(-p.n // tile.features) * -(-p.m // tile.tokens)
+    blocks = -(-p.n // tile.features) * row_tiles(p, tile.tokens)
     words = [p.precision, p.activation if p.format == "int4" else "", f"n{p.n}", f"k{p.k}", p.rows,
              f"{tile.features}x{tile.tokens}x{tile.channels}"]
     options = ((f"s{tile.splits}", tile.splits > 1), ("tma", tile.tma), ("zero", p.zero_points),
                ("quantize", p.quantizes), ("token", p.token_scales), ("scaled", p.scale), ("bias", p.bias),
                ("residual", p.residual), (f"norm{p.norm_eps}", p.norm_eps is not None), (p.gated, p.gated),
                (p.y_type, p.y_type), (p.float_type, p.float_type != "bf16"),
-               (f"x{p.x_stride}", p.x_stride not in (0, p.k)))
+               (f"x{p.x_stride}", p.x_stride not in (0, p.k)), (f"e{p.experts}of{p.choices}", p.experts),
+               ("shared", p.experts and p.shared))
     words += [word for word, used in options if used]
     kernel = GpuKernel(symbol("linear", *words), MODULE, "linear", parameters, constants, tile.warps, tile.stages)
     if tile.splits == 1:
@@ -228,11 +258,13 @@ def _parameters(p: Problem, form: Format, tile: Tile,
     w: Parameter = f"*{form.weights}"
     if tile.tma:
         width = tile.channels // 2 if halves else tile.channels
-        x = TensorMap(ELEMENTS[p.x_type], (p.m, x_elements), stride, (tile.tokens, width))
-        w = TensorMap(form.weights, (p.n * (2 if p.gated else 1), row), row, (tile.features, width))
+        w = TensorMap(form.weights, (p.num_matrices * p.n * (2 if p.gated else 1), row), row, (tile.features, width))
+        if not p.experts:  # rows of experts lie scattered
+            x = TensorMap(ELEMENTS[p.x_type], (p.m, x_elements), stride, (tile.tokens, width))
     nvfp4 = p.format == "nvfp4"
     wanted: dict[str, Parameter | None] = {
-        "x": x, "w": w, "y": f"*{ELEMENTS[p.y_type or p.float_type]}", "sizes": "*i32",
+        "x": x, "w": w, "y": f"*{ELEMENTS[p.y_type or p.float_type]}", "sizes": None if p.experts else "*i32",
+        "order": "*i32" if p.experts else None, "starts": "*i32" if p.experts else None,
         "x_scale": "*fp8e4nv" if nvfp4 else "*fp32" if p.token_scales else None,
         "w_scale": f"*{form.scales}" if form.scales else None, "w_zero": "*u8" if p.zero_points else None,
         "scale": "*fp32" if p.scale else None, "bias": "*fp32" if p.bias else None,
@@ -243,5 +275,7 @@ def _parameters(p: Problem, form: Format, tile: Tile,
         "ROWS": SIZES[p.rows], "N": p.n, "K": p.k, "X_STRIDE": stride, "WEIGHTS": p.format, "W_ROW": row,
         "QUANTIZE": p.activation if p.quantizes else "", "DEFER": _defers(p), "GATED": p.gated,
         "EPS": p.norm_eps or 0.0, "TO": p.y_type or p.float_type, "BM": tile.tokens, "BN": tile.features,
-        "BK": tile.channels, "SPLITS": tile.splits, "TMA": tile.tma}
+        "BK": tile.channels, "SPLITS": tile.splits, "X_TMA": tile.tma and not p.experts,
+        "W_TMA": tile.tma, "EXPERTS": p.experts, "SHARE": p.choices if p.shared else 1,
+        "STEPS": p.experts.bit_length() + 1}
     return arguments(wanted, constants)

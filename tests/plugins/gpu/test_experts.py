@@ -1,0 +1,148 @@
+"""Mixtures of experts in the interpreter: choice, sorting, grouped matrices, and the sum over a token's choices."""
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ingot.compiler.gpu.disassemble import operand_bits
+from ingot.compiler.gpu.interpret import Interpreter
+from ingot.plugins.expert_linear.tactics import Routing, Sum, routing, summing
+from ingot.plugins.linear import gpu_reference
+from ingot.plugins.linear.gpu_formats import FORMATS, Packed, pack
+from ingot.plugins.linear.gpu_reference import quantize_tokens
+from ingot.plugins.linear.tactics import Problem, Tile, candidates, launch
+
+from .support import assert_close, compiled, device, load, scratch, store, unwritten
+
+H200 = device("sm_90a")
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    e = np.exp(x - x.max(axis=-1, keepdims=True))
+    return np.asarray(e / e.sum(axis=-1, keepdims=True))
+
+
+@pytest.mark.parametrize(("scores", "bias", "normalise"), [
+    ("softmax", False, False), ("softmax", False, True), ("softmax_of_chosen", False, False), ("sigmoid", True, True),
+    ("sigmoid", False, False)])
+def test_routing(interpreter: Interpreter, scores: str, bias: bool, normalise: bool) -> None:
+    rng = np.random.default_rng(0)
+    tokens, experts, choices = 6, 10, 3
+    logits = rng.standard_normal((tokens + 1, experts)).astype(np.float32)
+    logits[0, :] = 0  # equals: the smaller number first
+    extra = rng.standard_normal(experts).astype(np.float32)
+    p = Routing(tokens + 1, experts, choices, scores, bias, normalise, factor=2.5)
+    found = routing(p, H200).legal[0].launches
+    arrays = {"logits": logits, "ids": np.full((tokens + 1, choices), -7, np.int32),
+              "sizes": np.array([tokens, 1, 1], np.int32),
+              "weights": np.full((tokens + 1, choices), np.nan, np.float32),
+              "order": np.full((tokens + 1) * choices, -7, np.int32), "starts": np.full(experts + 1, -7, np.int32)}
+    if bias:
+        arrays["bias"] = extra
+    out = interpreter.run([(one, {}) for one in found], arrays)
+    wide = logits[:tokens].astype(np.float64)
+    score = 1 / (1 + np.exp(-wide)) if scores == "sigmoid" else softmax(wide)
+    key = score + extra if bias else wide
+    ids = np.argsort(-key, axis=1, kind="stable")[:, :choices]
+    weights = np.take_along_axis(score, ids, axis=1)
+    if normalise or scores == "softmax_of_chosen":
+        weights = weights / weights.sum(axis=1, keepdims=True)
+    assert np.array_equal(out["ids"][:tokens], ids) and (out["ids"][tokens] == -7).all()
+    assert np.allclose(out["weights"][:tokens], 2.5 * weights, rtol=1e-5)
+    flat = ids.reshape(-1)
+    assert np.array_equal(out["order"][:tokens * choices], np.argsort(flat, kind="stable"))
+    assert np.array_equal(out["starts"], np.searchsorted(np.sort(flat), np.arange(experts + 1)))
+    assert (out["order"][tokens * choices:] == -7).all()
+
+
+def test_sorting_of_many(interpreter: Interpreter) -> None:
+    """More rows than a block looks at at a time, experts without any."""
+    p = Routing(200, 5, 2)
+    order = routing(p, H200).legal[0].launches[1]
+    kernel = order.kernel
+    small = replace(order, kernel=replace(kernel, constants=tuple(
+        (name, 32 if name == "BLOCK" else value) for name, value in kernel.constants)))
+    ids = np.random.default_rng(1).choice([0, 1, 3], (200, 2)).astype(np.int32)
+    out = interpreter.run([(small, {})], {"ids": ids, "order": np.zeros(400, np.int32), "starts": np.zeros(6, np.int32),
+                                          "sizes": np.array([190, 1, 1], np.int32)})
+    flat = ids[:190].reshape(-1)
+    assert np.array_equal(out["order"][:380], np.argsort(flat, kind="stable"))
+    assert np.array_equal(out["starts"], np.searchsorted(np.sort(flat), np.arange(6)))
+
+
+@pytest.mark.parametrize(("form", "activation"), [("bf16", "bf16"), ("fp8", "fp8"), ("int4", "bf16"), ("int4", "int8")])
+@pytest.mark.parametrize("tile", [Tile(32, 16, 128, splits=2), Tile(32, 16, 128), Tile(32, 16, 128, tma=True)],
+                         ids=["split", "whole", "tma"])
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "own"])
+def test_grouped_matrices(interpreter: Interpreter, form: str, activation: str, tile: Tile, shared: bool) -> None:
+    rng = np.random.default_rng(2)
+    tokens, choices, experts, n, k = 23, 2, 4, 48, 256
+    gated = "silu" if shared else ""
+    height = n * (2 if gated else 1)
+    packs = [pack(rng.standard_normal((height, k)).astype(np.float32), FORMATS[form]) for _ in range(experts)]
+    ids = np.stack([rng.permutation([0, 2, 3])[:choices] for _ in range(tokens)]).astype(np.int32)  # 1 gets none
+    p = Problem(tokens + 1, n, k, form, activation, "fp32", token_scales=activation in ("fp8", "int8"), gated=gated,
+                bias=True, experts=experts, choices=choices, shared=shared)
+    rows = (tokens + 1) * (1 if shared else choices)
+    wide = rng.standard_normal((rows, k)).astype(np.float32)
+    if p.token_scales:
+        x, x_scale = quantize_tokens(wide, activation)
+    else:
+        x, x_scale = store(wide, activation), np.ones(rows, np.float32)
+    bias = rng.standard_normal((experts, height)).astype(np.float32)
+    flat = ids.reshape(-1)
+    arrays = {"x": x, "x_scale": x_scale, "w": np.concatenate([one.w for one in packs]), "bias": bias,
+              "order": np.concatenate([np.argsort(flat, kind="stable"), [2**30] * choices]).astype(np.int32),
+              "starts": np.searchsorted(np.sort(flat), np.arange(experts + 1)).astype(np.int32),
+              "y": unwritten(((tokens + 1) * choices, n), "fp32")}
+    if packs[0].w_scale is not None:
+        arrays["w_scale"] = np.concatenate([one.w_scale for one in packs if one.w_scale is not None])
+    one = launch(p, tile)
+    needed = {name for name, _ in one.kernel.parameters}
+    out = interpreter.run([(one, {})], {name: a for name, a in (arrays | scratch(one)).items() if name in needed})
+    wanted = np.empty((tokens * choices, n))
+    for row, expert in enumerate(flat):
+        source = slice(row // choices, row // choices + 1) if shared else slice(row, row + 1)
+        packed: Packed = packs[expert]
+        wanted[row] = gpu_reference.linear(p, x[source], packed, bias=bias[expert],
+                                           x_scale=x_scale[source] if p.token_scales else None)[0]
+    assert_close(load(out["y"][:tokens * choices], "fp32"), wanted, "fp32", 2e-5)
+    assert np.isnan(out["y"][tokens * choices:]).all()
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_sum_over_choices(interpreter: Interpreter, residual: bool) -> None:
+    rng = np.random.default_rng(3)
+    x, r = store(rng.standard_normal((4, 3, 40)), "bf16"), store(rng.standard_normal((4, 40)), "bf16")
+    weights = rng.uniform(0, 1, (4, 3)).astype(np.float32)
+    one = summing(Sum(4, 40, 3, "bf16", residual), H200).legal[0].launches[0]
+    needed = {name for name, _ in one.kernel.parameters}
+    out = interpreter.run([(one, {})], {name: a for name, a in {
+        "x": x, "weights": weights, "residual": r, "y": unwritten((4, 40), "bf16"),
+        "sizes": np.array([3, 1, 1], np.int32)}.items() if name in needed})
+    wanted = (load(x, "bf16") * weights[..., None]).sum(axis=1) + (load(r, "bf16") if residual else 0)
+    assert_close(load(out["y"][:3], "bf16"), wanted[:3], "bf16")
+    assert np.isnan(load(out["y"][3], "bf16")).all()
+
+
+def test_refusals() -> None:
+    assert "up to 1024" in routing(Routing(4, 2000, 8), H200).refused[0].reason
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", *(pytest.param(arch, marks=pytest.mark.slow)
+                                              for arch in ("sm_80", "sm_89", "sm_100a", "sm_120a"))])
+def test_compiles_natively(arch: str) -> None:
+    """The matrices of 128 experts, 8 for each token, in the architecture's 8-bit instruction; and the rest."""
+    eight = "fp8" if device(arch).has_fp8 else "int8"
+    kernels = []
+    for m in (8, 2048):
+        p = Problem(m, 1536, 2048, eight, eight, token_scales=True, gated="silu", experts=128, choices=8)
+        legal = candidates(p, device(arch)).legal
+        kernels += [legal[0].launches[0].kernel, legal[-1].launches[0].kernel]
+    for kernel, code in compiled(kernels, arch).items():
+        assert {operand_bits(name) for name in code.matrix} == {8} and code.spill_stores == 0, kernel.symbol
+    rest = [one.kernel for one in routing(Routing(8, 128, 8, normalise=True), device(arch)).legal[0].launches]
+    rest.append(summing(Sum(8, 2048, 8, "bf16"), device(arch)).legal[0].launches[0].kernel)
+    assert all(code.spill_stores == 0 for code in compiled(rest, arch).values())
