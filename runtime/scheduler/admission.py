@@ -27,13 +27,17 @@ class Admission(Generic[S]):
         self._settings = settings
         # STATIC_BATCH: those of the present batch that have not started yet.
         self._forming: set[S] = set()
-        # The sequence for which there was no room when num_available was so many: tried again when there is more.
+        # There was no room for this one when num_available was so many: it is tried again when there is more.
         self._blocked: S | None = None
         self._blocked_at = 0
 
     def remove(self, sequence: S) -> None:
         self.queue.remove(sequence)
         self._forming.discard(sequence)
+
+    def room_was_made(self) -> None:
+        """A running sequence has ended."""
+        self._blocked = None
 
     def can_start(self, running: list[S]) -> bool:
         """Whether anybody's turn has come, if there is room."""

@@ -100,6 +100,7 @@ class Scheduler(Generic[S]):
         if sequence.state is RUNNING:
             self._running.remove(sequence)
             self._release(sequence, publish)
+            self._admission.room_was_made()
         else:
             self._admission.remove(sequence)
         sequence.state = SequenceState.FINISHED
