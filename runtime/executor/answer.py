@@ -41,9 +41,14 @@ class Running:
 class Answer(Sequence):
     """One of the n answers of a request: the scheduler's sequence, and how its tokens become output.
 
-    end_token_ids     tokens that end it
-    prompt_logprobs   those that have been computed, given out with the first token
-    text, stop        of the newest token, where stop strings had to be looked for before the next step
+    key              stands for its KV blocks in the inputs of steps: a new number at every admission
+    end_token_ids    tokens that end it
+    tracks_tokens    `sampling` must be told each token
+    looks_for_stops  stop strings are looked for as soon as a token is there, before the next step; `text` is then what
+                     the newest token gives out
+    prompt_logprobs  those that have been computed; given out with the first token
+    finish_reason, matched_stop, error  how it ended; None until then
+    first_token_at, last_token_at, longest_gap_s  of time.monotonic(), for the counters
     """
 
     __slots__ = ("_matcher", "_stream", "end_token_ids", "error", "finish_reason", "first_token_at", "index",

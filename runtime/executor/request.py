@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,12 @@ class DuplicateRequest(RequestError):
     """A request has the id of one that has not ended."""
 
     field = "request_id"
+
+
+class DeadlineError(RequestError):
+    """A deadline that is no time to come."""
+
+    field = "deadline_s"
 
 
 class QueueFull(WorkFailed):
@@ -71,6 +78,11 @@ class Request:
     lora: int | None = None
     wants_text: bool = True
     arrival: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        """Raises DeadlineError."""
+        if self.deadline_s is not None and not 0 <= self.deadline_s < math.inf:
+            raise DeadlineError(f"deadline_s is {self.deadline_s!r}; expected seconds, 0 or more")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from ingot.runtime.devices.null import NullProgram
 from ingot.runtime.devices.null_memory import NullMemory
 from ingot.runtime.errors import IngotError, WorkFailed
 from ingot.runtime.executor.request import (
+    DeadlineError,
     Draining,
     DuplicateRequest,
     EngineFailed,
@@ -242,6 +243,13 @@ def test_deadline() -> None:
         assert sink.finished("waiting").finish_reason == "timeout"
         assert executor.stats().num_used_blocks == 0
         assert executor.recorder.requests_finished == {"timeout": 2}
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
+def test_deadlines_that_are_none(seconds: float) -> None:
+    with pytest.raises(DeadlineError, match=r"deadline_s is .*; expected seconds, 0 or more") as caught:
+        request("a", PROMPT, deadline_s=seconds)
+    assert caught.value.field == "deadline_s"
 
 
 def test_logits_that_are_no_numbers_fail_their_request_alone() -> None:
