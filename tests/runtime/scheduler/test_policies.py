@@ -72,6 +72,21 @@ def test_max_utilization_leaves_the_running_a_block_each() -> None:
     assert harness.scheduler.num_pauses == sum(len(plan.paused) for plan in plans)
 
 
+def test_an_end_makes_room_even_if_fewer_blocks_are_free_than_before() -> None:
+    harness = Harness(8, max_batch_size=5, policy=MAX_UTILIZATION)
+    running = [harness.add([index], 7) for index in range(4)]
+    harness.step()
+    late = harness.add(prompt(9, 5), 2)
+    assert harness.step().admitted == [] and harness.kv.num_available == 4  # 2 for it, 4 for the others
+    while harness.kv.num_available:
+        harness.step()
+    for sequence in running[:2]:
+        harness.finish(sequence)
+    assert harness.kv.num_available == 4
+    assert harness.step().admitted == [late]  # 2 for it, 2 for the others
+    harness.run(30)
+
+
 def test_scored_prompts_keep_their_rows_over_a_pause() -> None:
     harness = Harness(8, max_batch_size=3, policy=MAX_UTILIZATION)
     harness.add(prompt(0, 6), 20)
