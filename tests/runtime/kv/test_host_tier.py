@@ -83,7 +83,7 @@ def test_room_for_what_comes_back_is_counted() -> None:
     kv.take_copies()
     seq = KvSequence(list(range(13)))
     assert kv.probe(seq).num_host == 8
-    assert not kv.acquire(seq, num_new=1)
+    assert not kv.acquire(seq)  # one block on the device, two to come back, and only one can be had
     assert kv.take_copies() == [] and kv.usage().num_host_cached == 2
     release(kv, other)
     assert kv.acquire(seq, num_new=1) and seq.num_cached == 12
