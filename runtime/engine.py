@@ -24,6 +24,7 @@ from .executor.answer import Answer, Running, make_answers
 from .executor.recorder import Recorder
 from .executor.request import PromptError, Request, RequestOutput, TokenLogprobs, check_prompt, check_room
 from .executor.step_loop import StepLoop
+from .guides import Guides
 from .host import return_free_memory
 from .kv import KvCache, KvSequence
 from .kv_memory import kv_cache_tokens as tokens_in_free_memory
@@ -96,6 +97,7 @@ class Engine:
         self.stop_token_ids = frozenset(read_config(file).get("eos_token_ids", ()))
         self.kv = KvCache(program.num_blocks, program.block_size, program.kv_windows,
                           max_chunk=self.limits.max_num_tokens)
+        self._guides = Guides(tokenizer, program.vocab_size, self.stop_token_ids) if tokenizer is not None else None
         self._scheduler: Scheduler[Answer] = Scheduler(self.kv, SchedulerSettings.within(self.limits))
         self._loop = StepLoop(program, self.kv, self._scheduler, Recorder())
         self._num_requests = 0
@@ -292,7 +294,7 @@ class Engine:
         self._scheduler.check(len(tokens), min(len(tokens) + params.max_tokens, longest))
         self._num_requests += 1
         request = Request(f"request {self._num_requests}", tokens, params)
-        return make_answers(request, outputs.extend, self.tokenizer, self.stop_token_ids, longest)
+        return make_answers(request, outputs.extend, self.tokenizer, self.stop_token_ids, longest, self._guides)
 
 
 def _generations(requests: list[Running], outputs: deque[RequestOutput]) -> list[Generation]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from .guides import write_masks
 from .sampling import MAX_BAD_WORDS, MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_STOPS
 
 if TYPE_CHECKING:
+    from .guides import Matcher
     from .sampling_state import SequenceSampling
 
 Int32Array = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
@@ -102,8 +105,10 @@ class SamplingInputs:
     A row keeps what it holds until another sequence takes it, so that a sequence that generates costs next to nothing
     from step to step. The random number of a row depends on its seed, its stream and the position of its token alone.
 
-    outputs   where the results of the step are written
-    address   of the C struct, for ingot_step
+    outputs      where the results of the step are written
+    address      of the C struct, for ingot_step
+    mask_wait_s  how long the last `fill` computed the masks of guides: it depends on the tokens of the step before, so
+                 the device waits meanwhile
     """
 
     def __init__(self, max_rows: int, vocab_size: int, max_seq_len: int) -> None:
@@ -122,12 +127,19 @@ class SamplingInputs:
         self._struct = SamplingStruct(0, history, MAX_BIASES, mask_words,
                                       **{name: array.ctypes.data for name, array in arrays.items()})
         self.address = ctypes.addressof(self._struct)
+        self.mask_wait_s = 0.0
 
         self._records = memoryview(self.rows).cast("B")  # type: ignore[arg-type]  # an array has the buffer interface
         self._num_history, self._num_biases = self.rows["num_history"], self.rows["num_biases"]
+        self._mask_row = self.rows["mask_row"]
+        # Single elements are written through these: a third of the time of a numpy assignment.
+        self._history_ids = memoryview(self.history_ids)  # type: ignore[arg-type]
+        self._history_counts = memoryview(self.history_counts)  # type: ignore[arg-type]
         self._owners: list[SequenceSampling | Score | None] = [None] * max_rows
         self._num_applied = [0] * max_rows  # of the owner's changes of its history
         self._bans: list[tuple[int, ...]] = [()] * max_rows
+        self._num_masked = [-1] * max_rows  # tokens of the answer that the row's mask follows on
+        self._stale: list[tuple[Matcher, int]] = []  # guides and rows whose masks are to be written
         self._changing: list[int] = []  # rows whose sequence may change more of them than is written yet
         for row in range(max_rows):
             self._write(row, row_record())
@@ -158,8 +170,14 @@ class SamplingInputs:
             for row, owner in enumerate(rows):
                 if owner is None or owner is not owners[row]:
                     self._take(row, owner)
+        self.mask_wait_s = 0.0
         if self._changing:
             self._changing = [row for row in self._changing if row >= count or self._update(row)]
+            if self._stale:
+                begin = time.perf_counter()
+                write_masks(self._stale, self.masks)
+                self._stale.clear()
+                self.mask_wait_s = time.perf_counter() - begin
 
     def _take(self, row: int, owner: SequenceSampling | Score | None) -> None:
         if row in self._changing:
@@ -181,6 +199,9 @@ class SamplingInputs:
                 self.bias_values[row, : len(owner.biases)] = list(owner.biases.values())
                 self._num_biases[row] = len(owner.biases)
             self._bans[row] = ()
+            if owner.guide is not None:
+                self._mask_row[row] = row
+                self._num_masked[row] = -1
             self._changing.append(row)
 
     def _update(self, row: int) -> bool:
@@ -189,16 +210,20 @@ class SamplingInputs:
         assert owner is not None and not isinstance(owner, Score)
         history = owner.history
         if history is not None and self._num_applied[row] < len(history.changes):
-            for slot in history.changes[self._num_applied[row] :]:
-                self.history_ids[row, slot], self.history_counts[row, slot] = history.ids[slot], history.counts[slot]
+            for slot, token, times in history.changes[self._num_applied[row] :]:
+                self._history_ids[row, slot], self._history_counts[row, slot] = token, times
             self._num_applied[row] = len(history.changes)
-            self._num_history[row] = len(history.ids)
+            self._num_history[row] = history.size
         if self._bans[row] is not owner.bans:
             begin, end = len(owner.biases), len(owner.biases) + len(owner.bans)
             self.bias_ids[row, begin:end] = owner.bans
             self.bias_values[row, begin:end] = -np.inf
             self._num_biases[row] = end
             self._bans[row] = owner.bans
+        guide = owner.guide
+        if guide is not None and self._num_masked[row] != guide.num_tokens:
+            self._num_masked[row] = guide.num_tokens
+            self._stale.append((guide, row))
         return owner.may_change
 
     def _write(self, row: int, record: bytes) -> None:

@@ -50,6 +50,11 @@ class Tokenizer:
         template = engine.read(CHAT_TEMPLATE).decode() if CHAT_TEMPLATE in engine.members else None
         return cls(engine.read(TOKENIZER), read_config(engine), template)
 
+    def to_json(self) -> str:
+        """What it was made of, in the format of the package tokenizers."""
+        text: str = self._tokenizer.to_str()
+        return text
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids, by default with those that the model wants around a text, such as BOS."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids

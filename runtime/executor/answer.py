@@ -16,6 +16,7 @@ from .request import FinishReason, Request, RequestOutput, TokenLogprobs
 from .stop_strings import StopStrings
 
 if TYPE_CHECKING:
+    from ..guides import Guides
     from ..text_stream import TextStream
     from ..tokenizer import Tokenizer
 
@@ -153,8 +154,8 @@ class Answer(Sequence):
 
 
 def make_answers(request: Request, sink: Sink, tokenizer: Tokenizer | None, model_end_ids: frozenset[int],
-                 max_seq_len: int) -> Running:
-    """The answers of a request, not yet known to the scheduler. Raises SamplingError."""
+                 max_seq_len: int, guides: Guides | None = None) -> Running:
+    """The answers of a request, not yet known to the scheduler. Raises SamplingError, WorkFailed."""
     running = Running(request, sink)
     params, prompt = request.params.seeded(), request.prompt_token_ids
     ends = model_end_ids if not params.ignore_eos else frozenset()
@@ -163,12 +164,13 @@ def make_answers(request: Request, sink: Sink, tokenizer: Tokenizer | None, mode
     for name in ("stop", "bad_words"):
         if getattr(params, name) and tokenizer is None:
             raise SamplingError(name, f"{name} holds texts, but this engine has no tokenizer; give token ids instead")
-    if params.guide is not None:
-        raise SamplingError("guide", "guide: this version of the runtime does not bind answers to a grammar")
+    if params.guide is not None and guides is None:
+        raise SamplingError("guide", "guide: this engine has no tokenizer, so that the text of an answer is not known")
     bad = spell(params.bad_words, tokenizer) if params.bad_words and tokenizer is not None else []
     needs_text = tokenizer is not None and (request.wants_text or bool(params.stop))
     for index in range(params.n):
-        sampling = SequenceSampling(params, prompt, ends, bad, index)
+        guide = guides.start(params.guide) if params.guide is not None and guides is not None else None
+        sampling = SequenceSampling(params, prompt, ends, bad, index, guide)
         stream = tokenizer.stream(prompt, params.skip_special_tokens) if tokenizer is not None and needs_text else None
         running.answers.append(Answer(running, index, sampling, ends, max_seq_len, stream))
     running.num_open = params.n

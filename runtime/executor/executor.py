@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from ..errors import IngotError
+from ..guides import Guides
 from ..scheduler import Scheduler, SchedulerSettings
 from .answer import Answer, Running, Sink, make_answers
 from .recorder import Recorder
@@ -59,6 +60,7 @@ class Executor:
         self._vocab_size = program.vocab_size
         self._tokenizer = tokenizer
         self._stop_token_ids = stop_token_ids
+        self._guides = Guides(tokenizer, program.vocab_size, stop_token_ids) if tokenizer is not None else None
         self._scheduler: Scheduler[Answer] = Scheduler(kv, settings.scheduler)
         self._loop = StepLoop(program, kv, self._scheduler, self.recorder, log)
         self._health: Health = "serving"
@@ -106,7 +108,7 @@ class Executor:
             request.params.check_vocabulary(self._vocab_size)
             length = min(len(ids) + request.params.max_tokens, longest)
             self._scheduler.check(len(ids), length, request.priority)
-            running = make_answers(request, sink, self._tokenizer, self._stop_token_ids, longest)
+            running = make_answers(request, sink, self._tokenizer, self._stop_token_ids, longest, self._guides)
             with self._changed:
                 self._refuse(request)
                 self._new[request.request_id] = running

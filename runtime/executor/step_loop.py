@@ -168,6 +168,8 @@ class StepLoop:
                 return False
             self._fill(plan, inputs)
         inputs.sampling.fill(_rows(plan))
+        if inputs.sampling.mask_wait_s:
+            self._recorder.guided_mask_wait.observe(inputs.sampling.mask_wait_s)
         copies = self._kv.take_copies()
         if copies:
             self._program.copy_blocks(copies)

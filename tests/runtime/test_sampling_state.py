@@ -23,7 +23,8 @@ def test_history_counts(prompt: list[int], answer: list[int], ignored: int) -> N
     history = History(prompt, ignored)
     for number, token in enumerate(answer):
         history.append(token)
-        assert history.ids[history.changes[number]] == token
+        slot, changed, count = history.changes[number]
+        assert (history.ids[slot], history.counts[slot]) == (changed, count) == (token, count)
     counted = prompt[ignored:] + answer
     assert dict(zip(history.ids.tolist(), history.counts.tolist(), strict=True)) == {
         token: counted.count(token) for token in [*prompt, *answer]}

@@ -161,7 +161,7 @@ def test_several_answers_share_the_prompt() -> None:
     ({"prompt": [1] * 65}, PromptError, "takes sequences of 64 at most"),
     ({"prompt": [1] * 64}, PromptError, "no room for an answer"),
     ({"prompt": [1], "sampling": {"stop_token_ids": (258,)}}, SamplingError, "stop_token_ids holds token 258"),
-    ({"prompt": [1], "sampling": {"guide": Guide("json_object")}}, SamplingError, "does not bind answers"),
+    ({"prompt": [1], "sampling": {"guide": Guide("regex", "((")}}, SamplingError, "guide is no regex"),
     ({"prompt": [1] * 40, "max_tokens": 20}, NeverFits, r"needs 15 KV blocks of 4 tokens; there are 8 \(32 tokens\)"),
 ])  # fmt: skip
 def test_what_is_refused_at_once(fields: dict[str, Any], error: type[IngotError], message: str) -> None:
