@@ -283,8 +283,8 @@ import sys, time
 import grpc
 from smg_grpc_proto import trtllm_service_pb2 as pb, trtllm_service_pb2_grpc as rpc
 stub = rpc.TrtllmServiceStub(grpc.insecure_channel(sys.argv[1]))
-request = pb.GenerateRequest(tokenized=pb.TokenizedInput(input_token_ids=range(65, 90)), max_tokens=2000, streaming=True,
-                             ignore_eos=True)
+prompt = pb.TokenizedInput(input_token_ids=range(65, 90))
+request = pb.GenerateRequest(tokenized=prompt, max_tokens=2000, streaming=True, ignore_eos=True)
 streams = [stub.Generate(request) for _ in range(4)]
 for stream in streams:
     next(stream)

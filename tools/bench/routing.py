@@ -35,7 +35,8 @@ _WORDS = Path(__file__).read_text().split()
 
 @dataclass(frozen=True)
 class Workload:
-    """document_words: what each session begins with; turn_words: what each turn adds; concurrency: sessions at a time"""
+    """document_words: what each session begins with; turn_words: what each turn adds; concurrency: sessions at a
+    time, an odd number: an even one falls into step with two replicas taken in turn."""
 
     sessions: int = 12
     turns: int = 5
@@ -117,7 +118,8 @@ def main() -> None:
     workload = Workload(**arguments)
     outcomes = [measure(engine, policy, workload, ("--kv-cache-tokens", str(tokens), "--num-workers", "1"))
                 for policy in POLICIES]
-    print(json.dumps([{**asdict(each), "hit_rate": each.hit_rate} for each in outcomes]) if as_json else table(outcomes))
+    facts = [{**asdict(each), "hit_rate": each.hit_rate} for each in outcomes]
+    print(json.dumps(facts) if as_json else table(outcomes))
 
 
 if __name__ == "__main__":
