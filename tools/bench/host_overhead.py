@@ -208,7 +208,7 @@ def report(results: list[Result], parts: list[tuple[str, float]]) -> str:
         "",
         f"{NUM_SEQUENCES} sequences generate, half of them greedy, half with temperature and top-p, from "
         f"{PROMPT:,} to {PROMPT + ANSWER:,} tokens each, over a device",
-        f"whose steps take no time. {len(results[0].steps_us):,} steps of each kind, launch to launch.",
+        f"whose steps take no time: outputs as text, prefix cache and its events on. {len(results[0].steps_us):,} steps of each kind, launch to launch.",
         "",
         "| outputs go to | median | P95 | steps/s | tokens/s | CPU time a step |",
         "|---|---|---|---|---|---|",
@@ -218,7 +218,8 @@ def report(results: list[Result], parts: list[tuple[str, float]]) -> str:
         rate = 1e6 / result.median_us
         lines.append(f"| {result.name} | {result.median_us:.0f} µs | {p95:.0f} µs | {rate:,.0f} | "
                      f"{rate * NUM_SEQUENCES:,.0f} | {result.cpu_us:.0f} µs |")
-    lines += ["", "Where the time goes, outputs thrown away (medians, of runs with clocks in them):", "",
+    lines += ["", "P95 shows what else the machine was doing: steps in which another process had the core.", "",
+              "Where the time goes, outputs thrown away (medians, of runs with clocks in them):", "",
               "| part | µs a step | share |", "|---|---|---|"]
     total = sum(value for _, value in parts)
     lines += [f"| {name} | {value:.1f} | {value / total:.0%} |" for name, value in parts]
