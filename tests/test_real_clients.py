@@ -149,8 +149,8 @@ def test_the_gateway_uses_both_replicas_and_tells_of_bad_requests(client: openai
 
 
 def test_log_probabilities_through_the_gateway(client: openai.OpenAI) -> None:
-    chat = client.chat.completions.create(model="tiny-llama", messages=MESSAGES, max_tokens=4,  # type: ignore[call-overload]
-                                          temperature=0, logprobs=True, top_logprobs=2, extra_body={"ignore_eos": True})
+    options: dict[str, Any] = {"model": "tiny-llama", "messages": MESSAGES, "max_tokens": 4, "temperature": 0}
+    chat = client.chat.completions.create(**options, logprobs=True, top_logprobs=2, extra_body={"ignore_eos": True})
     tokens = chat.choices[0].logprobs.content
     assert len(tokens) == 4 and "".join(each.token for each in tokens) == chat.choices[0].message.content
     for each in tokens:

@@ -47,6 +47,12 @@ def store(buffer: EventBuffer, tokens: list[int], key: CacheKey = CacheKey()) ->
     return hashes
 
 
+def after(relay: KvEventRelay, sequence_number: int) -> list[pb.KvEventBatch]:
+    batches = relay.after(sequence_number)
+    assert batches is not None
+    return batches
+
+
 def kinds(batch: pb.KvEventBatch) -> list[str]:
     return [each.WhichOneof("data") for each in batch.events]
 
@@ -55,7 +61,7 @@ def test_a_chain_of_blocks_is_one_event(relay: KvEventRelay, buffer: EventBuffer
     hashes = store(buffer, list(range(12)))
     other = store(buffer, [9] * 4)
     assert relay.gather() and not relay.gather()
-    (batch,) = relay.after(0) or ()
+    (batch,) = after(relay, 0)
     assert batch.sequence_number == 1 and kinds(batch) == ["stored", "stored"]
     chain, single = (each.stored for each in batch.events)
     assert [each.block_hash for each in chain.blocks] == [low64(each) for each in hashes]
@@ -70,7 +76,7 @@ def test_a_later_block_names_its_parent(relay: KvEventRelay, buffer: EventBuffer
     second = block_hash(first, (5, 6, 7, 8))
     buffer.emit("stored", second, first, (5, 6, 7, 8), tier="host")
     relay.gather()
-    (batch,) = relay.after(1) or ()
+    (batch,) = after(relay, 1)
     stored = batch.events[0].stored
     assert stored.parent_block_hash == low64(first) and stored.tier == pb.KV_CACHE_TIER_HOST
 
@@ -84,7 +90,7 @@ def test_only_what_can_be_looked_for_is_told(relay: KvEventRelay, buffer: EventB
         buffer.emit("removed", digest)
     buffer.emit("updated", whole, priority=3)
     relay.gather()
-    (batch,) = relay.after(0) or ()
+    (batch,) = after(relay, 0)
     assert kinds(batch) == ["stored", "removed"]
     assert list(batch.events[1].removed.block_hashes) == [low64(whole)]
 
@@ -119,7 +125,7 @@ def test_batches_are_held_for_a_while(relay: KvEventRelay, buffer: EventBuffer) 
     for number in range(6):
         store(buffer, [number] * 4)
         relay.gather()
-    assert [each.sequence_number for each in relay.after(2) or ()] == [3, 4, 5, 6]
+    assert [each.sequence_number for each in after(relay, 2)] == [3, 4, 5, 6]
     assert relay.after(1) is None and relay.after(7) is None
 
 
@@ -130,14 +136,14 @@ def test_lost_events_clear_everything(relay: KvEventRelay, buffer: EventBuffer) 
         store(buffer, [number] * 4)
     while relay.gather():
         pass
-    (batch,) = relay.after(1) or ()
+    (batch,) = after(relay, 1)
     assert kinds(batch)[0] == "cleared" and len(batch.events) == 1 + 64
 
 
 def test_a_flush_clears(relay: KvEventRelay, buffer: EventBuffer) -> None:
     buffer.emit("created", num_blocks=(4, 0))
     relay.gather()
-    (batch,) = relay.after(0) or ()
+    (batch,) = after(relay, 0)
     assert kinds(batch) == ["cleared"]
 
 
