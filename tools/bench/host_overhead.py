@@ -208,7 +208,8 @@ def report(results: list[Result], parts: list[tuple[str, float]]) -> str:
         "",
         f"{NUM_SEQUENCES} sequences generate, half of them greedy, half with temperature and top-p, from "
         f"{PROMPT:,} to {PROMPT + ANSWER:,} tokens each, over a device",
-        f"whose steps take no time: outputs as text, prefix cache and its events on. {len(results[0].steps_us):,} steps of each kind, launch to launch.",
+        "whose steps take no time: outputs as text, prefix cache and its events on. "
+        f"{len(results[0].steps_us):,} steps of each kind, launch to launch.",
         "",
         "| outputs go to | median | P95 | steps/s | tokens/s | CPU time a step |",
         "|---|---|---|---|---|---|",
