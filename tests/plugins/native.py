@@ -130,8 +130,9 @@ def kv_cache(num_blocks: int, heads: int, block_size: int, dims: tuple[int, int]
     bits = np.full((num_blocks + 1) * block_bytes // 2, 0x7FFF, np.uint16)
     blocks = placed(bits).view(np.uint8).reshape(num_blocks + 1, block_bytes)[1:]
     sizes = [heads * block_size * dim * np.dtype(dtype).itemsize for dim in dims]
-    views = [blocks[:, begin:begin + size].view(dtype).reshape(num_blocks, heads, block_size, dim)
-             for begin, size, dim in zip(begins, sizes, dims, strict=True)]
+    views: list[np.ndarray] = [
+        blocks[:, begin:begin + size].view(dtype).reshape(num_blocks, heads, block_size, dim)
+        for begin, size, dim in zip(begins, sizes, dims, strict=True)]
     assert all(np.shares_memory(view, blocks) for view in views if view.size)
     return [blocks, *views]
 
