@@ -61,11 +61,15 @@ class Guides:
         self._end_token_ids = sorted(end_token_ids)
         self._kept = lru_cache(_NUM_KEPT)(self._compile)
 
-    def start(self, guide: Guide) -> Matcher:
-        """At the beginning of an answer. Raises SamplingError that names the field `guide`, WorkFailed.
+    def prepare(self, guide: Guide) -> None:
+        """Compiles a guide. Raises SamplingError that names the field `guide`, WorkFailed. From any thread.
 
         Takes milliseconds when the guide is new, and the first time a second: the vocabulary becomes a tree.
         """
+        self._kept(guide)
+
+    def start(self, guide: Guide) -> Matcher:
+        """At the beginning of an answer; at once, if the guide is prepared. Raises as `prepare`."""
         return Matcher(self._kept(guide).deep_copy())
 
     def _compile(self, guide: Guide) -> LLMatcher:

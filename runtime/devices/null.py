@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 
 from ..program import Limits
-from ..sampling_inputs import Float32Array, StepOutputs
+from ..sampling_inputs import Float32Array, SamplingInputs, StepOutputs
 from ..step import StepInputs
 from .null_memory import NullMemory, mix
 
@@ -58,7 +58,17 @@ class NullProgram:
             following = mix(inputs.positions[rows].astype(np.uint64), inputs.token_ids[rows].astype(np.uint64))
             following %= self.vocab_size
         inputs.sampling.outputs.tokens[: inputs.num_logits] = following
+        self._follow_guides(inputs.sampling)
         self._in_flight = inputs
+
+    def _follow_guides(self, sampling: SamplingInputs) -> None:
+        """Of what a guide allows, the first from the token that would follow without it."""
+        mask_rows = sampling.rows["mask_row"][: sampling.num_rows]
+        for row in np.flatnonzero(mask_rows >= 0):
+            mask = sampling.masks[mask_rows[row]].view(np.uint8)
+            allowed = np.flatnonzero(np.unpackbits(mask, count=self.vocab_size, bitorder="little"))
+            place = np.searchsorted(allowed, sampling.outputs.tokens[row])
+            sampling.outputs.tokens[row] = allowed[place % allowed.size] if allowed.size else -1
 
     def wait(self) -> StepOutputs:
         inputs = self._in_flight

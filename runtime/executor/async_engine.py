@@ -20,6 +20,7 @@ from .stats import EngineStats, Health
 if TYPE_CHECKING:
     from ..kv.events import EventBuffer
     from ..kv.stats import KvStats
+    from ..sampling import SamplingParams
     from .answer import Sink
     from .recorder import Recorder
 
@@ -35,6 +36,7 @@ class RequestRunner(Protocol):
     def events(self) -> EventBuffer | None: ...
     @property
     def kv_stats(self) -> KvStats: ...
+    def prepare(self, params: SamplingParams) -> None: ...
     def submit(self, request: Request, sink: Sink) -> None: ...
     def cancel(self, request_id: str) -> None: ...
     def stats(self) -> EngineStats: ...
@@ -53,6 +55,14 @@ class AsyncEngine:
         self._mailboxes: dict[str, _Mailbox] = {}
         # One object for all requests: the executor gathers the outputs of a step by sink.
         self._sink: Sink = self._from_executor
+
+    async def prepare(self, params: SamplingParams) -> None:
+        """To be awaited before `generate`, where params may hold a guide: it is compiled beside this loop.
+
+        Raises SamplingError, WorkFailed.
+        """
+        if params.guide is not None:
+            await asyncio.to_thread(self._executor.prepare, params)
 
     def generate(self, request: Request) -> OutputStream:
         """Starts a request. The outputs of all its answers come out of the iterator, each answer's in order.

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ..kv.events import EventBuffer
     from ..kv.stats import KvStats
     from ..program import Program
+    from ..sampling import SamplingParams
     from ..tokenizer import Tokenizer
     from .request_log import RequestLog
 
@@ -92,6 +93,11 @@ class Executor:
     @property
     def kv_stats(self) -> KvStats:
         return self.kv.stats
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Does what can take long about `submit` beforehand: compiles the guide. Raises SamplingError, WorkFailed."""
+        if params.guide is not None and self._guides is not None:
+            self._guides.prepare(params.guide)
 
     def submit(self, request: Request, sink: Sink) -> None:
         """Lets a request wait for its turn. Its outputs come to `sink`, the last of each answer with a finish_reason.

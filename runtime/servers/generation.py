@@ -33,8 +33,8 @@ def sampling_params(values: dict[str, Any], names: FieldNames) -> SamplingParams
         raise InvalidField(names.get(error.field, error.field), str(error)) from None
 
 
-def begin(context: ServerContext, call: Call, request_id: str, prompt: Sequence[int], params: SamplingParams,
-          names: FieldNames, **options: Any) -> OutputStream:
+async def begin(context: ServerContext, call: Call, request_id: str, prompt: Sequence[int], params: SamplingParams,
+                names: FieldNames, **options: Any) -> OutputStream:
     """Gives a request to the engine; it ends with the call's deadline. The caller must `aclose` the stream.
 
     request_id  empty: one is made
@@ -44,8 +44,9 @@ def begin(context: ServerContext, call: Call, request_id: str, prompt: Sequence[
     if len(request_id) > MAX_REQUEST_ID_LENGTH:
         raise InvalidField(names["request_id"], f"has {len(request_id)} characters; expected at most "
                                                 f"{MAX_REQUEST_ID_LENGTH}")
-    deadline_s = call.time_remaining()
     try:
+        await context.engine.prepare(params)
+        deadline_s = call.time_remaining()
         return context.engine.generate(Request(request_id or uuid.uuid4().hex, prompt, params, deadline_s=deadline_s,
                                                **options))
     except IngotError as error:

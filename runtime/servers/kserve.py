@@ -158,8 +158,8 @@ class GRPCInferenceService:
         else:
             prompt = await encode(self._context, infer.text or "", infer.names["text_input"])
         # Ids of this protocol need not be unique: they only come back with the answer.
-        return begin(self._context, call, f"kserve-{uuid.uuid4().hex}", prompt, infer.params, infer.names,
-                     priority=infer.priority, cache_salt=infer.cache_salt)
+        return await begin(self._context, call, f"kserve-{uuid.uuid4().hex}", prompt, infer.params, infer.names,
+                           priority=infer.priority, cache_salt=infer.cache_salt)
 
     def _response(self, request: pb.ModelInferRequest, infer: InferRequest, answer: _Answer) -> pb.ModelInferResponse:
         response = pb.ModelInferResponse(model_name=self._context.model_name, model_version=_VERSION, id=request.id)

@@ -119,7 +119,7 @@ class OpenAiApi:
             streams = []
             for number, prompt in enumerate(prompts):
                 request_id = envelope.response_id + (f"-{number}" if len(prompts) > 1 else "")
-                streams.append(self._start(call, request_id, prompt, number if len(prompts) > 1 else None))
+                streams.append(await self._start(call, request_id, prompt, number if len(prompts) > 1 else None))
                 # Whatever happens from here on, disconnected clients included, no request goes on without a reader.
                 stack.push_async_callback(streams[-1].aclose)
             outputs = await stack.enter_async_context(aclosing(_merged(streams)))
@@ -127,9 +127,10 @@ class OpenAiApi:
                 return await self._stream(http, call, envelope, prompts, outputs)
             return await self._whole(call, envelope, prompts, outputs)
 
-    def _start(self, call: Call, request_id: str, prompt: list[int], number: int | None) -> OutputStream:
+    async def _start(self, call: Call, request_id: str, prompt: list[int], number: int | None) -> OutputStream:
         request = Request(request_id, prompt, call.params, call.priority, call.timeout_s, call.cache_salt)
         try:
+            await self._context.engine.prepare(call.params)
             return self._context.engine.generate(request)
         except IngotError as error:
             api_error = _api_error(error)

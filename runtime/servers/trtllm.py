@@ -66,8 +66,9 @@ class TrtllmService:
         params = _sampling_params(request, self._context.vocab_size)
         retention = parse_retention(request.kv_cache_retention, "kv_cache_retention")
         salt = request.cache_salt_id if request.HasField("cache_salt_id") else None
-        stream = begin(self._context, call, request.request_id, list(request.tokenized.input_token_ids), params, NAMES,
-                       cache_salt=salt, wants_text=False, **retention._asdict())
+        prompt = list(request.tokenized.input_token_ids)
+        stream = await begin(self._context, call, request.request_id, prompt, params, NAMES, cache_salt=salt,
+                             wants_text=False, **retention._asdict())
         try:
             await self._answer(request, stream, call)
         finally:

@@ -58,7 +58,7 @@ class VllmEngine:
         limits = self._context.limits
         prompt = await self._prompt(request)
         params = _sampling_params(request.sampling_params, limits.max_seq_len - len(prompt))
-        stream = begin(self._context, call, request.request_id, prompt, params, NAMES, wants_text=False)
+        stream = await begin(self._context, call, request.request_id, prompt, params, NAMES, wants_text=False)
         try:
             await self._answer(request, prompt, stream, call)
         finally:

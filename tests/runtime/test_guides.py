@@ -1,9 +1,11 @@
 """Guides: which tokens they allow, that masks reach the device, and what is refused."""
 from __future__ import annotations
 
+import asyncio
 import builtins
 import json
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,14 @@ import numpy as np
 import pytest
 
 from ingot.runtime import guides as module
+from ingot.runtime.devices.null import NullProgram
 from ingot.runtime.engine import Engine
 from ingot.runtime.errors import WorkFailed
+from ingot.runtime.executor.async_engine import AsyncEngine
+from ingot.runtime.executor.loading import EngineOptions, LoadedEngine
+from ingot.runtime.executor.request import Request
 from ingot.runtime.guides import Guides, Matcher, write_masks
+from ingot.runtime.program import Limits
 from ingot.runtime.sampling import Guide, SamplingError, SamplingParams
 from ingot.runtime.sampling_inputs import SamplingInputs
 from ingot.runtime.sampling_state import SequenceSampling
@@ -193,3 +200,46 @@ def test_an_engine_without_a_tokenizer(mock_code: bytes, tmp_path: Path) -> None
         with pytest.raises(SamplingError, match="guide: this engine has no tokenizer") as caught:
             engine.generate([1, 2], SamplingParams(guide=Guide("json_object")))
         assert caught.value.field == "guide"
+
+
+def test_guides_are_compiled_beside_the_loop(mock_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, threads = module._grammar, []
+
+    def compile_guide(library: Any, guide: Guide) -> str:
+        threads.append(threading.get_ident())
+        return real(library, guide)
+
+    async def main() -> str:
+        with LoadedEngine(mock_path, EngineOptions(kv_cache_tokens=256)) as loaded:
+            engine, guide = AsyncEngine(loaded.executor), Guide("choice", choices=("red", "blue"))
+            await engine.prepare(SamplingParams(guide=guide))
+            request = Request("a", encode("x"), SamplingParams(guide=guide))
+            text = "".join([output.text async for output in engine.generate(request)])
+            await engine.prepare(SamplingParams())
+            with pytest.raises(SamplingError, match="guide is no regex"):
+                await engine.prepare(SamplingParams(guide=Guide("regex", "((")))
+            assert loaded.executor.recorder.guided_mask_wait.total == len(text) + 1
+            return text
+
+    monkeypatch.setattr(module, "_grammar", compile_guide)
+    assert asyncio.run(main()) in ("red", "blue")
+    assert len(threads) == 2
+    assert threading.get_ident() not in threads
+
+
+def test_the_null_device_follows_guides(guides: Guides) -> None:
+    program = NullProgram(Limits(4, 16, 64), VOCAB_SIZE + 6, 8, next_token=lambda position, token: 40)
+    guide, text = Guide("regex", "[ax]b"), []
+    state = SequenceSampling(SamplingParams(guide=guide), [1], [EOS], guide=guides.start(guide))
+    for position in range(3):
+        inputs = program.inputs[position % 2]
+        inputs.clear()
+        inputs.add([1], position, [[0]], 1)
+        inputs.add([2], position, [[1]], 1)
+        inputs.sampling.fill([SequenceSampling(SamplingParams(), [2]), state])
+        program.launch(inputs)
+        tokens = program.wait().tokens[:2].tolist()
+        assert tokens[0] == 40
+        text.append(tokens[1])
+        state.append(tokens[1])
+    assert text == [*encode("ab"), EOS]

@@ -18,6 +18,7 @@ from ingot.runtime.executor.request import Request, RequestOutput, TokenLogprobs
 from ingot.runtime.executor.stats import EngineStats, Health
 from ingot.runtime.kv.stats import KvStats
 from ingot.runtime.program import Limits
+from ingot.runtime.sampling import SamplingParams
 from ingot.runtime.servers import http_server
 from ingot.runtime.servers.context import ServerContext, ServerSettings
 from ingot.runtime.tokenizer import Tokenizer
@@ -77,6 +78,9 @@ class ScriptedRunner:
         self.script: Callable[[Request], list[RequestOutput]] = outputs
         self.refusal: IngotError | None = None
         self._open: dict[str, Sink] = {}
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Nothing takes long here."""
 
     def submit(self, request: Request, sink: Sink) -> None:
         if self.refusal is not None:
