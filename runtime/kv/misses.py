@@ -25,9 +25,6 @@ class EvictedPrefixes:
         if len(self._chains) > self._capacity:
             del self._chains[next(iter(self._chains))]
 
-    def forget(self, chain: int) -> None:
-        self._chains.pop(chain, None)
-
 
 def unseen_reasons(tree: PrefixTree, evicted: EvictedPrefixes, seq: KvSequence, chain: int, num_whole: int,
                    num_covered: int) -> dict[str, int]:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from .groups import Group
 from .part import DEVICE
-from .sequence import KvSequence
+from .sequence import DEFAULT_PRIORITY, KvSequence
 from .store import BlockStore
 from .tree import Node, PrefixTree
 
@@ -145,13 +145,9 @@ class Publisher:
         """The sequence's blocks become the node's parts, in place of those that nobody uses."""
         store, tables = self._store, seq.tables
         fresh = node.parts[0] is None
-        retention = seq.retention_of(block * self._block_size)
-        if retention is not None:
-            node.priority, node.duration_s = retention
+        self._set_retention(seq, node, block)
         for group in self._groups:
             blocks = [tables[table][block] for table in group.tables]
-            if blocks[0] < 0:
-                continue
             part = node.parts[group.index]
             if part is None:
                 store.attach(node, group, blocks)
@@ -164,10 +160,7 @@ class Publisher:
         """At the end: a block of the sequence's own is cached if the node lacks it, else it is free."""
         store, tables = self._store, seq.tables
         fresh = node.parts[0] is None
-        if fresh:
-            retention = seq.retention_of(block * self._block_size)
-            if retention is not None:
-                node.priority, node.duration_s = retention
+        self._set_retention(seq, node, block)
         for group in self._groups:
             blocks = [tables[table][block] for table in group.tables]
             if blocks[0] < 0:
@@ -183,6 +176,14 @@ class Publisher:
             store.drop(part)
         if fresh:
             self._remove_shorter(node)
+
+    def _set_retention(self, seq: KvSequence, node: Node, block: int) -> None:
+        """What the sequence asks for, if it asks for anything; else a node that holds nothing has the default."""
+        retention = seq.retention_of(block * self._block_size)
+        if retention is None and node.parts[0] is None:
+            retention = DEFAULT_PRIORITY, None
+        if retention is not None:
+            self._store.set_priority(node, *retention)
 
     def _remove_shorter(self, node: Node) -> None:
         """Tails that the node begins with add nothing any more."""

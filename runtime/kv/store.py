@@ -87,7 +87,6 @@ class BlockStore:
         if group.window is None:
             self._count_child(part, 1)
         if group.index == 0:
-            self.evicted.forget(node.chain)
             self._tell("stored", part)
         return part
 

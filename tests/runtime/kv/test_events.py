@@ -62,6 +62,18 @@ def test_changes_of_priority_are_told() -> None:
     assert [(event.kind, event.priority) for event in told] == [("updated", 90), ("updated", 35), ("removed", None)]
 
 
+def test_a_block_computed_again_with_another_priority_is_told() -> None:
+    events = EventBuffer()
+    kv = KvCache(8, 4, events=events)
+    first, second = start(kv, range(4), 0), start(kv, range(4), 0, retention=[RetentionRange(0, None, 90)])
+    compute(kv, first, 4)
+    release(kv, first)
+    last = events.last_id
+    compute(kv, second, 4)
+    told, _ = events.since(last)
+    assert [(event.kind, event.priority) for event in told] == [("updated", 90)]
+
+
 def test_stored_and_removed_balance() -> None:
     """A reader that follows the events knows exactly what is cached."""
     events = EventBuffer()

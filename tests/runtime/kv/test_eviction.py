@@ -62,6 +62,20 @@ def test_a_request_sets_the_priority_of_what_it_shares() -> None:
     assert [node.priority for node in seq.path] == [90, 35]
 
 
+def test_what_is_computed_again_has_the_priority_that_is_asked_for_then() -> None:
+    kv = KvCache(10, 4)
+    high = [RetentionRange(0, None, 90)]
+    first, waiting = start(kv, range(4), 0, retention=high), start(kv, range(9), 0)
+    compute(kv, first, 4)
+    release(kv, first)
+    assert kv.clear() == 1  # the node is still there, as `waiting` is going to compute it
+    compute(kv, waiting, 9)
+    assert [node.priority for node in waiting.path] == [35, 35]
+    release(kv, waiting)
+    again = start(kv, range(9), 8, retention=high)
+    assert [node.priority for node in again.path] == [90, 90]
+
+
 def test_a_priority_ends_so_long_after_the_last_use() -> None:
     clock = Clock()
     kv = KvCache(4, 4, clock=clock)

@@ -110,5 +110,3 @@ def test_evicted_prefixes_are_remembered_up_to_a_number() -> None:
     for chain in (1, 2, 1, 3):
         evicted.remember(chain)
     assert [chain in evicted for chain in (1, 2, 3)] == [True, False, True]
-    evicted.forget(1)
-    assert 1 not in evicted
