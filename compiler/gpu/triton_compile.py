@@ -25,6 +25,7 @@ from typing import Any
 
 from ingot.plugins.gpu.kernel import GpuKernel
 from ingot.runtime.errors import WorkFailed
+from ingot.runtime.folders import cache_folder
 
 from ..targets import Architecture
 from .disassemble import count_instructions, disassemble, matrix_instructions, resources, spills, tool
@@ -80,9 +81,7 @@ class CompiledKernel:
 
 def default_cache() -> Path:
     """The user's cache folder of compiled kernels."""
-    if named := os.environ.get("INGOT_CACHE"):
-        return Path(named) / "kernels"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ingot" / "kernels"
+    return cache_folder() / "kernels"
 
 
 def compile_kernels(kernels: Iterable[GpuKernel], arch: Architecture, cache: Path | None = None, jobs: int = 1,
@@ -107,7 +106,8 @@ def compile_kernels(kernels: Iterable[GpuKernel], arch: Architecture, cache: Pat
         worker = workers.get()
         try:
             progress(kernel.symbol)
-            compiled = _finish(kernel, arch, worker.ask({"kernel": kernel.to_json(), "capability": arch.capability}))
+            compiled = _finish(kernel, arch, worker.ask({
+                "kernel": kernel.to_json(), "source": source_digest(kernel.module), "capability": arch.capability}))
         finally:
             workers.put(worker)
         _write(cache, key, compiled)

@@ -1,7 +1,8 @@
 """Compiles kernels in a process of its own: python -m ingot.compiler.gpu.worker
 
 Reads requests from stdin, one JSON document a line, and answers each with one line on stdout:
-{"kernel": GpuKernel.to_json(), "capability": 90} -> {"cubin": base64, "metadata": {...}} or {"error": "..."}.
+{"kernel": GpuKernel.to_json(), "source": its source_digest, "capability": 90}
+-> {"cubin": base64, "metadata": {...}} or {"error": "..."}.
 Triton prints what it likes on stdout; answers go to the descriptor that stdout was at the start.
 """
 from __future__ import annotations
@@ -12,6 +13,8 @@ import json
 import os
 import sys
 from typing import Any
+
+from .sources import source_digest
 
 _METADATA = ("name", "shared", "num_warps", "num_ctas", "tmem_size", "global_scratch_size", "global_scratch_align",
              "profile_scratch_size", "profile_scratch_align", "tensordesc_meta")
@@ -26,6 +29,9 @@ def compile_one(request: dict[str, Any]) -> dict[str, Any]:
 
     kernel = request["kernel"]
     function = getattr(importlib.import_module(kernel["module"]), kernel["function"])
+    # What was imported must be what the result is filed under.
+    if source_digest(kernel["module"]) != request["source"]:
+        raise RuntimeError(f"the source of {kernel['module']} changed while its kernels were compiled; build again")
     given = kernel["signature"] | dict.fromkeys(kernel["constants"], "constexpr")
     if set(given) != set(function.arg_names):
         raise TypeError(f"{kernel['function']} takes {function.arg_names}, the kernel gives {list(given)}")

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from ..gpu.math import dot, group_of, narrow, tanh
+from ..rope.gpu import turned, write_rows
 
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
@@ -33,15 +34,19 @@ def _scales_of(scales, table, n, inside, kv_head, BLOCK_SIZE: tl.constexpr, BLOC
 
 
 @triton.jit
-def paged_attention(q, k_part, v_part, k_scales, v_scales, k_static, v_static, sinks, out, query_start, context_len,
-                    block_table, sizes, partial, arrived, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-                    D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, SCALE: tl.constexpr,
-                    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-                    BLOCK_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, QB: tl.constexpr, BM: tl.constexpr,
-                    BN: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr):
+def paged_attention(q, k, v, cos, sin, q_norm, k_norm, k_part, v_part, k_scales, v_scales, k_static, v_static, sinks,
+                    out, query_start, context_len, block_table, sizes, partial, arrived, Q_HEADS: tl.constexpr,
+                    KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
+                    Q_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, ROTARY: tl.constexpr,
+                    BEGIN: tl.constexpr, INTERLEAVED: tl.constexpr, EPS: tl.constexpr, KV: tl.constexpr,
+                    SCALE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr,
+                    BLOCK_SIZE: tl.constexpr, BLOCK_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, QB: tl.constexpr,
+                    QP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr):
     """out [T, Hq, DV] = softmax(SCALE q K^T) V for each token over the positions of its sequence that it sees.
 
-    q               [T, Hq, D], dense
+    q               [T, Hq, D], tokens Q_STRIDE elements apart
+    k, v, cos, sin, q_norm, k_norm  None, or as rope_kv_write takes them: this kernel does its work too. That needs all
+                    of a sequence's tokens in one tile: QB tokens or fewer in a step. QP: power of two that holds QB
     k_part, v_part, k_scales, v_scales, k_static, v_static, block_table: as rope_kv_write leaves them
     sinks           f32 [Hq]: one more logit a head in the denominator
     query_start i32 [B + 1], context_len i32 [B]: the tokens of the step are part of the context
@@ -84,8 +89,26 @@ def paged_attention(q, k_part, v_part, k_scales, v_scales, k_static, v_static, s
 
     d = tl.arange(0, DP)
     rows = (start + token).to(tl.int64) * Q_HEADS + head
-    queries = tl.load(q + rows[:, None] * D + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0)
     kind: tl.constexpr = q.dtype.element_ty
+    q_rows = (start + token).to(tl.int64) * Q_STRIDE + head * D
+    if k is not None:
+        queries = narrow(turned(q, q_rows, start + token, valid, cos, sin, q_norm, D, ROTARY, BEGIN, INTERLEAVED, EPS,
+                                DP), kind)
+        # The new tokens of this part of the context go to the cache, and come back from there.
+        new = tl.arange(0, QP)
+        n = context - length + new
+        mine = (new < length) & (n >= begin) & (n < end)
+        blocks = tl.load(table + n // BLOCK_SIZE, mask=mine, other=0).to(tl.int64)
+        slots = (kv_head * BLOCK_SIZE + n % BLOCK_SIZE).to(tl.int64)
+        at = (start + new).to(tl.int64)
+        keys = turned(k, at * K_STRIDE + kv_head * D, start + new, mine, cos, sin, k_norm, D, ROTARY, BEGIN,
+                      INTERLEAVED, EPS, DP)
+        write_rows(keys, k_part, k_scales, k_static, blocks, slots, mine, D, BLOCK_BYTES, KV, DP)
+        values = turned(v, at * V_STRIDE + kv_head * DV, start + new, mine, cos, sin, None, DV, 0, 0, False, EPS, DVP)
+        write_rows(values, v_part, v_scales, v_static, blocks, slots, mine, DV, BLOCK_BYTES, KV, DVP)
+        tl.debug_barrier()
+    else:
+        queries = tl.load(q + q_rows[:, None] + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0)
     k_factor = SCALE
     v_factor = 1.0
     if k_static is not None:
@@ -97,10 +120,10 @@ def paged_attention(q, k_part, v_part, k_scales, v_scales, k_static, v_static, s
     for n0 in range(begin, end, BN):
         n = n0 + tl.arange(0, BN)
         inside = (n >= low) & (n < end)
-        keys = _kv_tile(k_part, table, n, inside, kv_head, D, DP, BLOCK_SIZE, BLOCK_BYTES)
-        if keys.dtype != kind:
-            keys = keys.to(tl.float32).to(kind)  # exact: eight bits fit
-        scores = dot(queries, keys.T, tl.zeros((BM, BN), tl.float32)) * k_factor
+        key_tile = _kv_tile(k_part, table, n, inside, kv_head, D, DP, BLOCK_SIZE, BLOCK_BYTES)
+        if key_tile.dtype != kind:
+            key_tile = key_tile.to(tl.float32).to(kind)  # exact: eight bits fit
+        scores = dot(queries, key_tile.T, tl.zeros((BM, BN), tl.float32)) * k_factor
         if k_scales is not None:
             scores = scores * _scales_of(k_scales, table, n, inside, kv_head, BLOCK_SIZE, BLOCK_BYTES)[None, :]
         if SOFTCAP > 0:
@@ -116,12 +139,12 @@ def paged_attention(q, k_part, v_part, k_scales, v_scales, k_static, v_static, s
         weights = tl.exp2((scores - base[:, None]) * _LOG2E)
         decay = tl.exp2((peak - base) * _LOG2E)
         total = total * decay + tl.sum(weights, 1)
-        values = _kv_tile(v_part, table, n, inside, kv_head, DV, DVP, BLOCK_SIZE, BLOCK_BYTES)
-        if values.dtype != kind:
-            values = values.to(tl.float32).to(kind)
+        value_tile = _kv_tile(v_part, table, n, inside, kv_head, DV, DVP, BLOCK_SIZE, BLOCK_BYTES)
+        if value_tile.dtype != kind:
+            value_tile = value_tile.to(tl.float32).to(kind)
         if v_scales is not None:
             weights = weights * _scales_of(v_scales, table, n, inside, kv_head, BLOCK_SIZE, BLOCK_BYTES)[None, :]
-        acc = dot(narrow(weights, kind), values, acc * decay[:, None])
+        acc = dot(narrow(weights, kind), value_tile, acc * decay[:, None])
         peak = new_peak
 
     if SPLITS > 1:

@@ -1,11 +1,38 @@
 """Attention on a GPU: how many tokens share a tile, how much of the context a block takes, and in how many parts."""
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 from ..gpu.device import Device
-from ..gpu.kernel import Candidate, Candidates, Cost, GpuKernel, GpuLaunch, Parameter, Refusal, arguments, symbol
+from ..gpu.kernel import (
+    Candidate,
+    Candidates,
+    Constant,
+    Cost,
+    GpuKernel,
+    GpuLaunch,
+    Parameter,
+    Refusal,
+    arguments,
+    symbol,
+)
 from ..quantize.tactics import BYTES, ELEMENTS
+
+MAX_FUSED = 8
+"""Up to so many tokens a step attention turns and writes keys and values itself: all of them lie in one tile."""
+
+
+@dataclass(frozen=True)
+class Rope:
+    """As in rope/tactics.py. Strides between tokens in elements."""
+
+    q_stride: int
+    k_stride: int
+    v_stride: int
+    rotary: int
+    rotary_begin: int = 0
+    interleaved: bool = False
+    norm_eps: float | None = None
 
 
 @dataclass(frozen=True)
@@ -14,6 +41,7 @@ class Problem:
     context      tokens of a sequence that the choice is made for; any length is served
     window, chunk, softcap  0: none
     kv_type      of the cache, as in rope_kv_write
+    rope         what rope_kv_write does is done here too: q, k and v are as the projection leaves them. For few tokens
     """
 
     m: int
@@ -34,6 +62,7 @@ class Problem:
     softcap: float = 0.0
     sinks: bool = False
     static: bool = False
+    rope: Rope | None = None
 
     def __post_init__(self) -> None:
         assert self.q_heads % self.kv_heads == 0 and not (self.window and self.chunk), self
@@ -69,6 +98,9 @@ def candidates(problem: Problem, device: Device) -> Candidates:
     if p.block_bytes % 16 or p.block_size % 16:
         return Candidates(refused=(Refusal(name, f"KV blocks of {p.block_bytes} bytes and {p.block_size} tokens: both "
                                                  "must be multiples of 16"),))
+    if p.rope is not None and p.m > MAX_FUSED:
+        return Candidates(refused=(Refusal(name, f"keys and values of up to {MAX_FUSED} tokens are written here, this "
+                                                 f"bucket has {p.m}"),))
     legal, refused = [], []
     for tile in _tiles(p, device):
         shown = f"{name} {tile.tokens}x{tile.positions}" + (f" split {tile.splits}" if tile.splits > 1 else "")
@@ -85,13 +117,15 @@ def _tiles(p: Problem, device: Device) -> list[Tile]:
     """Few tokens: one a tile, since every sequence may have but one. Many: as the matrix instruction likes."""
     tiles = []
     large = max(p.key_dim, p.value_dim) > 128
-    for rows in (16,) if p.m <= p.max_batch else (16, 64) if large else (16, 64, 128):
-        tokens = max(1, rows // p.group)
+    eight = p.kv_type in ("fp8", "int8")
+    # Values that are widened in registers, and steps that are wide for a tall tile, spill them where the matrix
+    # instruction reads from registers.
+    tall = not large and (device.has_warpgroup_mma or not eight)
+    for rows in (16,) if p.m <= p.max_batch else (16, 64, 128) if tall else (16, 64):
+        tokens = p.m if p.rope is not None else max(1, rows // p.group)
         if rows > 16 and tokens > p.m:
             continue
-        # A wide step of eight-bit values, widened in registers, spills them; and so do wide steps of tall tiles where
-        # the matrix instruction reads from registers.
-        wide = not large and p.kv_type not in ("fp8", "int8") and (rows == 16 or device.has_warpgroup_mma)
+        wide = not large and not eight and (rows == 16 or device.has_warpgroup_mma)
         for positions in (32, 64) if large else (64, 128) if wide else (64,):
             blocks = num_tiles(p, tokens) * p.kv_heads
             for splits in (1, 2, 4, 8, 16):
@@ -139,25 +173,33 @@ def launch(p: Problem, tile: Tile) -> GpuLaunch:
     scales = "*fp32" if p.kv_type == "int8" else None
     static = "*fp32" if p.kv_type == "fp8" and p.static else None
     split = tile.splits > 1
+    rope = p.rope or Rope(p.q_heads * p.key_dim, 0, 0, 0)
+    new = element if p.rope is not None else None
+    turns = "*fp32" if rope.rotary else None
+    norm = "*fp32" if rope.norm_eps is not None else None
     wanted: dict[str, Parameter | None] = {
-        "q": element, "k_part": cache, "v_part": cache, "k_scales": scales, "v_scales": scales, "k_static": static,
+        "q": element, "k": new, "v": new, "cos": turns, "sin": turns, "q_norm": norm, "k_norm": norm,
+        "k_part": cache, "v_part": cache, "k_scales": scales, "v_scales": scales, "k_static": static,
         "v_static": static, "sinks": "*fp32" if p.sinks else None, "out": element, "query_start": "*i32",
         "context_len": "*i32", "block_table": "*i32", "sizes": "*i32", "partial": "*fp32" if split else None,
         "arrived": "*i32" if split else None}
     rows, wide = rows_of(p, tile), _power(p.value_dim)
-    kernel = GpuKernel(
-        symbol("attention", p.kv_type, p.float_type, f"q{p.q_heads}", f"kv{p.kv_heads}", f"d{p.key_dim}",
-               f"v{p.value_dim}", f"{tile.tokens}x{tile.positions}", f"s{tile.splits}",
-               f"w{p.window}" if p.window else "", f"c{p.chunk}" if p.chunk else "",
-               f"cap{p.softcap}" if p.softcap else "", "sinks" if p.sinks else "", "static" if static else "",
-               f"{p.scale:.6g}", f"{p.block_bytes}_{p.max_blocks}_{p.max_batch}"),
-        "ingot.plugins.attention.gpu", "paged_attention",
-        *arguments(wanted, {
-            "Q_HEADS": p.q_heads, "KV_HEADS": p.kv_heads, "D": p.key_dim, "DV": p.value_dim, "DP": _power(p.key_dim),
-            "DVP": wide, "SCALE": p.scale, "WINDOW": p.window, "CHUNK": p.chunk, "SOFTCAP": p.softcap,
-            "BLOCK_SIZE": p.block_size, "BLOCK_BYTES": p.block_bytes, "MAX_BLOCKS": p.max_blocks, "QB": tile.tokens,
-            "BM": rows, "BN": tile.positions, "SPLITS": tile.splits, "STEPS": p.max_batch.bit_length() + 1}),
-        tile.warps, tile.stages)
+    constants: dict[str, Constant] = {
+        "Q_HEADS": p.q_heads, "KV_HEADS": p.kv_heads, "D": p.key_dim, "DV": p.value_dim, "DP": _power(p.key_dim),
+        "DVP": wide, "Q_STRIDE": rope.q_stride, "K_STRIDE": rope.k_stride, "V_STRIDE": rope.v_stride,
+        "ROTARY": rope.rotary, "BEGIN": rope.rotary_begin, "INTERLEAVED": rope.interleaved,
+        "EPS": rope.norm_eps or 0.0, "KV": p.kv_type, "SCALE": p.scale, "WINDOW": p.window, "CHUNK": p.chunk,
+        "SOFTCAP": p.softcap, "BLOCK_SIZE": p.block_size, "BLOCK_BYTES": p.block_bytes, "MAX_BLOCKS": p.max_blocks,
+        "QB": tile.tokens, "QP": 1 << (tile.tokens - 1).bit_length(), "BM": rows, "BN": tile.positions,
+        "SPLITS": tile.splits, "STEPS": p.max_batch.bit_length() + 1}
+    words = [p.kv_type, p.float_type, f"q{p.q_heads}", f"kv{p.kv_heads}", f"d{p.key_dim}", f"v{p.value_dim}",
+             f"{tile.tokens}x{tile.positions}", f"s{tile.splits}"]
+    options = ((f"w{p.window}", p.window), (f"c{p.chunk}", p.chunk), (f"cap{p.softcap}", p.softcap), ("sinks", p.sinks),
+               ("static", static), (_rope_word(rope), p.rope))
+    words += [word for word, used in options if used]
+    kernel = GpuKernel(symbol("attention", *words, f"{p.scale:.6g}", f"{p.block_bytes}_{p.max_blocks}_{p.max_batch}"),
+                       "ingot.plugins.attention.gpu", "paged_attention", *arguments(wanted, constants), tile.warps,
+                       tile.stages)
     tiles = num_tiles(p, tile.tokens)
     grid = (tiles, p.kv_heads, tile.splits)
     if not split:
@@ -168,3 +210,7 @@ def launch(p: Problem, tile: Tile) -> GpuLaunch:
 
 def _power(n: int) -> int:
     return max(16, 1 << (n - 1).bit_length())
+
+
+def _rope_word(rope: Rope) -> str:
+    return "_".join(["rope", *(str(value) for value in astuple(rope))])

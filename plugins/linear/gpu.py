@@ -121,8 +121,9 @@ def linear(x, w, y, sizes, order, starts, x_scale, w_scale, w_zero, scale, bias,
            WEIGHTS: tl.constexpr, W_ROW: tl.constexpr, QUANTIZE: tl.constexpr, DEFER: tl.constexpr,
            GATED: tl.constexpr, EPS: tl.constexpr, TO: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
            BK: tl.constexpr, SPLITS: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr, EXPERTS: tl.constexpr,
-           SHARE: tl.constexpr, STEPS: tl.constexpr):
+           SHARE: tl.constexpr, STEPS: tl.constexpr, SPECIALIZE: tl.constexpr):
     """One tile [BN features, BM tokens] of y, or of one K-range of it. tactics.py says what may be None.
+    SPECIALIZE: some warps only copy, others only multiply.
 
     x           [M, K] in the activation type, rows X_STRIDE elements apart; nvfp4: u8 [M, K/2]
     w           as gpu_formats.py packs it; GATED: the gate's N rows, then those of the other factor
@@ -178,7 +179,7 @@ def linear(x, w, y, sizes, order, starts, x_scale, w_scale, w_zero, scale, bias,
     NUM_STEPS: tl.constexpr = (K + BK * SPLITS - 1) // (BK * SPLITS)
     EVEN: tl.constexpr = K % (BK * SPLITS) == 0
     begin = split * (NUM_STEPS * BK)
-    for step in range(NUM_STEPS):
+    for step in tl.range(0, NUM_STEPS, warp_specialize=SPECIALIZE):
         k = begin + step * BK
         if WEIGHTS == "nvfp4":
             b = _tokens(x, xs, m, k // 2, K // 2, X_STRIDE, BK // 2, EVEN, X_TMA)

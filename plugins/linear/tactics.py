@@ -5,7 +5,7 @@ from memory once, and the K dimension is split until all multiprocessors read; t
 """
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from ..gpu.device import Device
@@ -108,7 +108,8 @@ class Problem:
 
 @dataclass(frozen=True)
 class Tile:
-    """Features, tokens and channels of a block's step; parts of K; depth of the pipeline."""
+    """Features, tokens and channels of a block's step; parts of K; depth of the pipeline; copies by descriptor, and
+    by warps that do nothing else."""
 
     features: int
     tokens: int
@@ -117,6 +118,7 @@ class Tile:
     warps: int = 4
     stages: int = 3
     tma: bool = False
+    specialize: bool = False
 
 
 def candidates(problem: Problem, device: Device) -> Candidates:
@@ -127,7 +129,8 @@ def candidates(problem: Problem, device: Device) -> Candidates:
     legal, refused = [], []
     for tile in _tiles(problem, device):
         shown = f"{name} {tile.features}x{tile.tokens}x{tile.channels}" + \
-            (f" split {tile.splits}" if tile.splits > 1 else "") + (" tma" if tile.tma else "")
+            (f" split {tile.splits}" if tile.splits > 1 else "") + (" tma" if tile.tma else "") + \
+            (" specialized" if tile.specialize else "")
         need = shared_bytes(problem, tile)
         if need > device.shared_per_block:
             refused.append(Refusal(shown, f"needs {need} bytes of shared memory, {device.arch} has "
@@ -178,7 +181,11 @@ def _tiles(p: Problem, device: Device) -> list[Tile]:
         if not one_accumulator and tokens > 64 and not device.has_warpgroup_mma:
             continue  # a second accumulator does not fit the registers
         warps = 8 if tokens >= 128 else 4
-        tiles.append(Tile(128, tokens, step, 1, warps, _stages(p, device, 128, tokens, step, 4), tma))
+        tile = Tile(128, tokens, step, 1, warps, _stages(p, device, 128, tokens, step, 4), tma)
+        tiles.append(tile)
+        # Triton specializes warps for tcgen05 and for mma.sync with descriptors; for wgmma it changes nothing.
+        if tma and device.capability >= 100 and FORMATS[p.format].bits > 4 and tokens >= 128:
+            tiles.append(replace(tile, specialize=True))
     return tiles
 
 
@@ -219,7 +226,7 @@ def cost(p: Problem, tile: Tile) -> Cost:
     """Of experts as many are read as there are rows, at most all."""
     rows = p.n * (2 if p.gated else 1)
     x_rows = p.m if p.shared else p.num_rows
-    num_bytes = min(p.num_matrices, p.num_rows) * FORMATS[p.format].weight_bytes(rows, p.k, p.zero_points)
+    num_bytes = 1.0 * min(p.num_matrices, p.num_rows) * FORMATS[p.format].weight_bytes(rows, p.k, p.zero_points)
     num_bytes += x_rows * p.k * _BYTES[p.x_type] + p.num_rows * p.n * _BYTES[p.y_type or p.float_type]
     num_bytes += p.residual * p.num_rows * p.n * _BYTES[p.float_type]
     if tile.splits > 1:
@@ -234,7 +241,8 @@ def launch(p: Problem, tile: Tile) -> GpuLaunch:
     blocks = -(-p.n // tile.features) * row_tiles(p, tile.tokens)
     words = [p.precision, p.activation if p.format == "int4" else "", f"n{p.n}", f"k{p.k}", p.rows,
              f"{tile.features}x{tile.tokens}x{tile.channels}"]
-    options = ((f"s{tile.splits}", tile.splits > 1), ("tma", tile.tma), ("zero", p.zero_points),
+    options = ((f"s{tile.splits}", tile.splits > 1), ("tma", tile.tma), ("ws", tile.specialize),
+               ("zero", p.zero_points),
                ("quantize", p.quantizes), ("token", p.token_scales), ("scaled", p.scale), ("bias", p.bias),
                ("residual", p.residual), (f"norm{p.norm_eps}", p.norm_eps is not None), (p.gated, p.gated),
                (p.y_type, p.y_type), (p.float_type, p.float_type != "bf16"),
@@ -277,5 +285,5 @@ def _parameters(p: Problem, form: Format, tile: Tile,
         "EPS": p.norm_eps or 0.0, "TO": p.y_type or p.float_type, "BM": tile.tokens, "BN": tile.features,
         "BK": tile.channels, "SPLITS": tile.splits, "X_TMA": tile.tma and not p.experts,
         "W_TMA": tile.tma, "EXPERTS": p.experts, "SHARE": p.choices if p.shared else 1,
-        "STEPS": p.experts.bit_length() + 1}
+        "STEPS": p.experts.bit_length() + 1, "SPECIALIZE": tile.specialize}
     return arguments(wanted, constants)

@@ -1,5 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""What stands between the q/k/v projection and attention: norm per head, rotary embedding, write to the paged cache."""
+"""What stands between the q/k/v projection and attention: norm per head, rotary embedding, write to the paged cache.
+
+Functions work on tiles of heads, [R, BLOCK] with BLOCK elements for the D of a head; attention uses them too.
+"""
 import triton
 import triton.language as tl
 
@@ -7,105 +10,106 @@ from ..gpu.math import limit, narrow, quantize
 
 
 @triton.jit
-def _head(x, at, norm_weight, D: tl.constexpr, EPS: tl.constexpr):
-    """The elements `at` of the head at x, normalised over its D elements. float32."""
-    v = tl.load(x + at, mask=at < D, other=0.0).to(tl.float32)
+def turned(x, rows, tokens, inside, cos, sin, norm_weight, D: tl.constexpr, ROTARY: tl.constexpr, BEGIN: tl.constexpr,
+           INTERLEAVED: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr):
+    """float32 [R, BLOCK]: the heads that begin at elements `rows` i64 [R] of x, normalised over their D elements where
+    there is a norm_weight f32 [D]; elements BEGIN .. BEGIN + ROTARY are turned by rows `tokens` of cos and sin, f32
+    [T, ROTARY]. Zero where not inside [R], and beyond D."""
+    at = tl.arange(0, BLOCK)
+    mask = inside[:, None] & (at < D)[None, :]
+    v = tl.load(x + rows[:, None] + at[None, :], mask=mask, other=0.0).to(tl.float32)
+    factor = tl.full(rows.shape, 1.0, tl.float32)
     if norm_weight is not None:
-        v = v * tl.rsqrt(tl.sum(v * v, 0) / D + EPS) * tl.load(norm_weight + at, mask=at < D, other=0.0)
-    return v
-
-
-@triton.jit
-def _turned(x, at, cos, sin, norm_weight, token, D: tl.constexpr, R: tl.constexpr, BEGIN: tl.constexpr,
-            INTERLEAVED: tl.constexpr, EPS: tl.constexpr):
-    """The head at x, normalised and turned: elements BEGIN .. BEGIN + R by the factors cos, sin f32 [T, R]."""
-    v = _head(x, at, norm_weight, D, EPS)
-    if R == 0:
+        factor = tl.rsqrt(tl.sum(v * v, 1) / D + EPS)
+        v = v * factor[:, None] * tl.load(norm_weight + at, mask=at < D, other=0.0)[None, :]
+    if ROTARY == 0:
         return v
     else:
         place = at - BEGIN
-        turns = (place >= 0) & (place < R)
+        turns = (place >= 0) & (place < ROTARY)
         if INTERLEAVED:
             partner = at + 1 - 2 * (place & 1)
             sign = tl.where(place & 1 == 1, 1.0, -1.0)
         else:
-            partner = tl.where(place < R // 2, at + R // 2, at - R // 2)
-            sign = tl.where(place < R // 2, -1.0, 1.0)
+            partner = tl.where(place < ROTARY // 2, at + ROTARY // 2, at - ROTARY // 2)
+            sign = tl.where(place < ROTARY // 2, -1.0, 1.0)
         partner = tl.where(turns, partner, at)
-        other = tl.load(x + partner, mask=at < D, other=0.0).to(tl.float32)
+        other = tl.load(x + rows[:, None] + partner[None, :], mask=mask, other=0.0).to(tl.float32)
         if norm_weight is not None:
-            squares = tl.load(x + at, mask=at < D, other=0.0).to(tl.float32)
-            other = other * tl.rsqrt(tl.sum(squares * squares, 0) / D + EPS)
-            other = other * tl.load(norm_weight + partner, mask=at < D, other=0.0)
-        c = tl.load(cos + token * R + place, mask=turns, other=1.0)
-        s = tl.load(sin + token * R + place, mask=turns, other=0.0)
-        return v * c + sign * other * s
+            weight = tl.load(norm_weight + partner, mask=at < D, other=0.0)
+            other = other * factor[:, None] * weight[None, :]
+        angle = tokens[:, None] * ROTARY + place[None, :]
+        there = inside[:, None] & turns[None, :]
+        c = tl.load(cos + angle, mask=there, other=1.0)
+        s = tl.load(sin + angle, mask=there, other=0.0)
+        return v * c + sign[None, :] * other * s
 
 
 @triton.jit
-def _cache(v, at, part, scales, static_scale, slot, D: tl.constexpr, TO: tl.constexpr):
-    """One head of one token to its place: row `slot` of part [.., D]; int8: its scale to scales [..]."""
+def write_rows(v, part, scales, static_scale, blocks, slots, inside, D: tl.constexpr, BLOCK_BYTES: tl.constexpr,
+               TO: tl.constexpr, BLOCK: tl.constexpr):
+    """Heads v float32 [R, BLOCK] to row `slots` of the part of block `blocks`, both i64 [R], where inside.
+
+    part in the cache's type: where the layer's part begins in block 0. TO int8: a scale a row to scales f32, which
+    lie in the block likewise; fp8: divided by static_scale f32 [1], if there is one.
+    """
+    at = tl.arange(0, BLOCK)
     if TO == "int8":
-        largest = tl.max(tl.abs(v), 0)
-        v = v * tl.where(largest > 0, 127.0 / largest, 0.0)
-        tl.store(scales + slot, largest / 127.0)
+        largest = tl.max(tl.abs(v), 1)
+        v = v * tl.where(largest > 0, 127.0 / largest, 0.0)[:, None]
+        tl.store(scales + blocks * (BLOCK_BYTES // 4) + slots, largest / 127.0, mask=inside)
     elif TO == "fp8":
         if static_scale is not None:
             v = v / tl.load(static_scale)
         v = tl.minimum(tl.maximum(v, -limit(TO)), limit(TO))
-    tl.store(part + slot * D + at, quantize(v, TO), mask=at < D)
+    ELEMENT: tl.constexpr = part.dtype.element_ty.primitive_bitwidth // 8
+    row = part + blocks * (BLOCK_BYTES // ELEMENT) + slots * D
+    tl.store(row[:, None] + at[None, :], quantize(v, TO), mask=inside[:, None] & (at < D)[None, :])
 
 
 @triton.jit
 def rope_kv_write(q, k, v, cos, sin, q_norm, k_norm, q_out, k_part, v_part, k_scales, v_scales, k_static, v_static,
                   positions, token_seq, block_table, sizes, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
                   D: tl.constexpr, DV: tl.constexpr, Q_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr,
-                  V_STRIDE: tl.constexpr, R: tl.constexpr, BEGIN: tl.constexpr, INTERLEAVED: tl.constexpr,
+                  V_STRIDE: tl.constexpr, ROTARY: tl.constexpr, BEGIN: tl.constexpr, INTERLEAVED: tl.constexpr,
                   EPS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
                   TO: tl.constexpr, BLOCK: tl.constexpr):
     """One head of one token a block: heads 0 .. Q_HEADS of q, then KV_HEADS of k, then KV_HEADS of v.
 
     q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, DV]: tokens Q_STRIDE, K_STRIDE, V_STRIDE elements apart
-    cos, sin      f32 [T, R], a factor an element; R 0: nothing turns
+    cos, sin      f32 [T, ROTARY], a factor an element; ROTARY 0: nothing turns
     q_out         [T, Hq, D] in q's type, may be q where it is dense
-    k_part, v_part  in the cache's type: where the layer's K and V begin in block 0; [Hkv, BLOCK_SIZE, D] in each block,
-                  BLOCK_BYTES apart
-    k_scales, v_scales  f32, likewise [Hkv, BLOCK_SIZE] (int8); k_static, v_static f32 [1] (fp8)
+    k_part, v_part  [Hkv, BLOCK_SIZE, D] in each block, BLOCK_BYTES apart; k_scales, v_scales f32 [Hkv, BLOCK_SIZE]
+                  (int8); k_static, v_static f32 [1] (fp8)
     positions, token_seq i32 [T]; block_table i32 [B, MAX_BLOCKS] of the layer's table
     """
     token = tl.program_id(0).to(tl.int64)
     if token >= tl.load(sizes):
         return
     head = tl.program_id(1)
+    one = tl.arange(0, 1)
+    inside = one == 0
+    tokens = one + token
     at = tl.arange(0, BLOCK)
     if head < Q_HEADS:
-        x = q + token * Q_STRIDE + head * D
-        out = _turned(x, at, cos, sin, q_norm, token, D, R, BEGIN, INTERLEAVED, EPS)
+        out = turned(q, tokens * Q_STRIDE + head * D, tokens, inside, cos, sin, q_norm, D, ROTARY, BEGIN, INTERLEAVED,
+                     EPS, BLOCK)
         tl.debug_barrier()  # q_out may be q: a row is read whole before it is written
-        tl.store(q_out + (token * Q_HEADS + head) * D + at, narrow(out, q_out.dtype.element_ty), mask=at < D)
+        row = q_out + (tokens * Q_HEADS + head) * D
+        tl.store(row[:, None] + at[None, :], narrow(out, q_out.dtype.element_ty), mask=(at < D)[None, :])
     else:
-        position = tl.load(positions + token)
-        seq = tl.load(token_seq + token).to(tl.int64)
-        block = tl.load(block_table + seq * MAX_BLOCKS + position // BLOCK_SIZE).to(tl.int64)
+        position = tl.load(positions + tokens)
+        seq = tl.load(token_seq + tokens).to(tl.int64)
+        blocks = tl.load(block_table + seq * MAX_BLOCKS + position // BLOCK_SIZE).to(tl.int64)
         if head < Q_HEADS + KV_HEADS:
             kv_head = head - Q_HEADS
-            slot = (kv_head * BLOCK_SIZE + position % BLOCK_SIZE).to(tl.int64)
-            turned = _turned(k + token * K_STRIDE + kv_head * D, at, cos, sin, k_norm, token, D, R, BEGIN, INTERLEAVED,
-                             EPS)
-            _to_block(turned, at, k_part, k_scales, k_static, block, slot, D, BLOCK_BYTES, TO)
+            slots = (kv_head * BLOCK_SIZE + position % BLOCK_SIZE).to(tl.int64)
+            key = turned(k, tokens * K_STRIDE + kv_head * D, tokens, inside, cos, sin, k_norm, D, ROTARY, BEGIN,
+                         INTERLEAVED, EPS, BLOCK)
+            write_rows(key, k_part, k_scales, k_static, blocks, slots, inside, D, BLOCK_BYTES, TO, BLOCK)
         else:
             kv_head = head - Q_HEADS - KV_HEADS
-            slot = (kv_head * BLOCK_SIZE + position % BLOCK_SIZE).to(tl.int64)
-            value = _head(v + token * V_STRIDE + kv_head * DV, at, None, DV, EPS)
-            _to_block(value, at, v_part, v_scales, v_static, block, slot, DV, BLOCK_BYTES, TO)
-
-
-@triton.jit
-def _to_block(v, at, part, scales, static_scale, block, slot, D: tl.constexpr, BLOCK_BYTES: tl.constexpr,
-              TO: tl.constexpr):
-    ELEMENT: tl.constexpr = part.dtype.element_ty.primitive_bitwidth // 8
-    mine = part + block * (BLOCK_BYTES // ELEMENT)
-    if TO == "int8":
-        _cache(v, at, mine, scales + block * (BLOCK_BYTES // 4), None, slot, D, TO)
-    else:
-        _cache(v, at, mine, None, static_scale, slot, D, TO)
+            slots = (kv_head * BLOCK_SIZE + position % BLOCK_SIZE).to(tl.int64)
+            value = turned(v, tokens * V_STRIDE + kv_head * DV, tokens, inside, cos, sin, None, DV, 0, 0, False, EPS,
+                           BLOCK)
+            write_rows(value, v_part, v_scales, v_static, blocks, slots, inside, DV, BLOCK_BYTES, TO, BLOCK)

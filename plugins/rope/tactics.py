@@ -66,7 +66,7 @@ def candidates(problem: Problem, device: Device) -> Candidates:
         "ingot.plugins.rope.gpu", "rope_kv_write",
         *arguments(wanted, {
             "Q_HEADS": p.q_heads, "KV_HEADS": p.kv_heads, "D": p.key_dim, "DV": p.value_dim, "Q_STRIDE": p.q_stride,
-            "K_STRIDE": p.k_stride, "V_STRIDE": p.v_stride, "R": p.rotary, "BEGIN": p.rotary_begin,
+            "K_STRIDE": p.k_stride, "V_STRIDE": p.v_stride, "ROTARY": p.rotary, "BEGIN": p.rotary_begin,
             "INTERLEAVED": p.interleaved, "EPS": p.norm_eps or 0.0, "BLOCK_SIZE": p.block_size,
             "BLOCK_BYTES": p.block_bytes, "MAX_BLOCKS": p.max_blocks, "TO": p.kv_type, "BLOCK": block}), 1, 1)
     moved = p.m * ((2 * p.q_heads + p.kv_heads) * p.key_dim + p.kv_heads * p.value_dim) * BYTES[p.float_type]

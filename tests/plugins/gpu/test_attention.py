@@ -7,9 +7,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from ingot.compiler.gpu.interpret import Interpreter
+from ingot.compiler.gpu.interpret import Call, Interpreter
 from ingot.plugins.attention import reference
-from ingot.plugins.attention.tactics import Problem, Tile, candidates, launch
+from ingot.plugins.attention.tactics import Problem, Rope, Tile, candidates, launch
+from ingot.plugins.rope.tactics import Problem as RopeProblem
+from ingot.plugins.rope.tactics import candidates as rope_candidates
 
 from .paged import BLOCK_SIZE, Paged
 from .support import assert_close, compiled, device, load, scratch, store, unwritten
@@ -100,6 +102,48 @@ def test_bf16_arithmetic(interpreter: Interpreter, kv_type: str) -> None:
     check(interpreter, MIXED_SPLIT, [50, 7], [5, 1], float_type="bf16", kv_type=kv_type, sums=4e-3)
 
 
+@pytest.mark.parametrize(("kv_type", "options"), [
+    ("fp32", {}), ("bf16", {"norm_eps": 1e-6}), ("int8", {"rotary": 16, "interleaved": True}), ("fp8", {})])
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(("lengths", "counts"), [([40, 17, 1, 64], [1, 1, 1, 1]), ([50, 33], [3, 1]), ([6], [6])])
+def test_rope_and_write_inside(interpreter: Interpreter, kv_type: str, options: dict[str, float], splits: int,
+                               lengths: list[int], counts: list[int]) -> None:
+    """The fused launch against rope_kv_write followed by attention: the same cache to the bit, the same results."""
+    rng = np.random.default_rng(5)
+    q_heads, kv_heads, dim, total = 6, 2, 32, sum(counts)
+    paged = Paged(lengths, counts, kv_heads, dim, dim, kv_type)
+    old = [length - count for length, count in zip(lengths, counts, strict=True)]
+    paged.fill(*([rng.standard_normal((n, kv_heads, dim)) for n in old] for _ in range(2)))
+    width = (q_heads + 2 * kv_heads) * dim
+    merged = rng.standard_normal((total, width)).astype(np.float32)
+    rotary = int(options.get("rotary", dim))
+    angles = rng.uniform(0, 6, (total, rotary))
+    arrays = {"q": merged.reshape(-1), "cos": np.cos(angles).astype(np.float32),
+              "sin": np.sin(angles).astype(np.float32), "q_norm": rng.uniform(0.5, 1.5, dim).astype(np.float32),
+              "k_norm": rng.uniform(0.5, 1.5, dim).astype(np.float32), **paged.step, "pool": paged.pool,
+              "q_out": unwritten((total, q_heads, dim), "fp32"), "out": unwritten((total, q_heads, dim), "fp32")}
+    offsets = {"k": ("q", 4 * q_heads * dim), "v": ("q", 4 * (q_heads + kv_heads) * dim),
+               "k_part": ("pool", paged.key_offset), "v_part": ("pool", paged.value_offset),
+               "k_scales": ("pool", paged.k_scale_offset), "v_scales": ("pool", paged.v_scale_offset)}
+    rope = {"rotary": rotary, "interleaved": "interleaved" in options, "norm_eps": options.get("norm_eps")}
+    p = Problem(total, paged.max_batch, q_heads, kv_heads, dim, dim, 0.2, "fp32", kv_type, BLOCK_SIZE,
+                paged.block_bytes, paged.max_blocks)
+    write = rope_candidates(RopeProblem(total, q_heads, kv_heads, dim, dim, width, width, width, float_type="fp32",
+                                        kv_type=kv_type, block_size=BLOCK_SIZE, block_bytes=paged.block_bytes,
+                                        max_blocks=paged.max_blocks, **rope), device("sm_90a")).legal[0].launches[0]
+    tile = Tile(total, 32, splits, 4, 2)
+    whole = launch(replace(p, rope=Rope(width, width, width, **rope)), tile)  # type: ignore[arg-type]
+
+    def run(calls: list[Call]) -> dict[str, np.ndarray]:
+        needed = {name for one, _ in calls for name, _ in one.kernel.parameters} | {"pool", "q", "out", "q_out"}
+        held = {name: a for name, a in (arrays | scratch(calls[-1][0])).items() if name in needed}
+        return interpreter.run(calls, held)
+    apart = run([(write, offsets), (launch(p, tile), offsets | {"q": "q_out"})])
+    together = run([(whole, offsets)])
+    assert np.array_equal(apart["pool"], together["pool"])
+    assert np.allclose(apart["out"], together["out"], rtol=1e-5, atol=1e-5) and np.isfinite(together["out"]).all()
+
+
 def problem(m: int, kv_type: str = "bf16", **changes: int) -> Problem:
     return replace(Problem(m, 64, 32, 8, 128, 128, 128**-0.5, "bf16", kv_type, 16, 1 << 20, 256), **changes)  # type: ignore[arg-type]
 
@@ -113,7 +157,11 @@ def test_candidates() -> None:
     assert "fp8 needs sm_89" in candidates(problem(1, "fp8"), device("sm_80")).refused[0].reason
     assert "up to 512" in candidates(problem(1, key_dim=576), h200).refused[0].reason
     assert "multiples of 16" in candidates(problem(1, block_size=8), h200).refused[0].reason
-    kernels = {c.launches[0].kernel for c in few.legal + many.legal}
+    fused = candidates(replace(problem(8), rope=Rope(6144, 6144, 6144, 128)), h200).legal
+    assert {dict(c.launches[0].kernel.constants)["QB"] for c in fused} == {8}
+    refused = candidates(replace(problem(16), rope=Rope(6144, 6144, 6144, 128)), h200).refused
+    assert "up to 8 tokens are written here, this bucket has 16" in refused[0].reason
+    kernels = {c.launches[0].kernel for c in few.legal + many.legal + fused}
     assert len({kernel.symbol for kernel in kernels}) == len(kernels)
 
 
@@ -125,5 +173,7 @@ def test_compiles_without_spills(arch: str) -> None:
         for m in (8, 512):
             legal = candidates(problem(m, kv_type), device(arch)).legal
             kernels += [legal[0].launches[0].kernel, legal[-1].launches[0].kernel]
+        fused = candidates(replace(problem(8, kv_type), rope=Rope(6144, 6144, 6144, 128, norm_eps=1e-6)), device(arch))
+        kernels.append(fused.legal[-1].launches[0].kernel)
     for kernel, code in compiled(kernels, arch).items():
         assert code.matrix and code.spill_stores == 0, (kernel.symbol, code.spill_stores)
