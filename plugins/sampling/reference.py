@@ -83,7 +83,8 @@ def modify(logits: np.ndarray, row: Row) -> np.ndarray:
 
 def weights(x: np.ndarray, temperature: float) -> np.ndarray:
     """f64 [V]: exp((x - max) / temperature), rounded to multiples of UNIT."""
-    scores = (x - x.max()) * (F32(1) / F32(temperature))
+    with np.errstate(over="ignore"):  # logits near the ends of float32: the difference is -inf, the weight 0
+        scores = (x - x.max()) * (F32(1) / F32(temperature))
     return np.round(exp(scores).astype(np.float64) / UNIT) * UNIT
 
 

@@ -106,7 +106,10 @@ INGOT_INLINE void ingot_sample_sum(const ingot_sampling *s, const float *logits,
         const float *x = logits + (ptrdiff_t)number * vocab + chunk * INGOT_SAMPLING_CHUNK;
         float peak = ingot_row_peak(s->peaks + (ptrdiff_t)number * chunks, chunks);
         if (is_raw) s->raw_sums[piece] = ingot_weigh(x, n, peak, 1.0f);
-        if (is_own) s->sums[piece] = ingot_weigh(x, n, peak, 1.0f / row->temperature);
+        if (is_own) {
+            s->sums[piece] = is_raw && row->temperature == 1.0f ? s->raw_sums[piece]
+                                                                : ingot_weigh(x, n, peak, 1.0f / row->temperature);
+        }
     }
 }
 

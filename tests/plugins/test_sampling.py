@@ -1,6 +1,7 @@
 """Choosing tokens and log probabilities against their reference: token for token, on every instruction set."""
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from ingot.runtime.sampling import SamplingParams
 from ingot.runtime.sampling_inputs import CHUNK_TOKENS, SamplingInputs, Score
 from ingot.runtime.sampling_state import SequenceSampling
 
-from .native import ALL_ISAS, Library, Step, aligned, placed
+from .native import ALL_ISAS, HOST_ISAS, Library, Step, aligned, placed
 from .sampling_runner import kernels, run
 
 VOCABS = (1, 37, 2 * CHUNK_TOKENS + 1000)
@@ -22,7 +23,8 @@ INF = np.float32(np.inf)
 WEIGH = CpuKernel("test_weigh", "sampling/weights.h", "const int32_t *n = args[2];\nconst float *t = args[3];\n"
                   "*(double *)args[4] = ingot_weigh_into(args[1], args[0], *n, ingot_peak(args[0], *n), 1.0f / *t);")
 PARAMS: tuple[dict[str, Any], ...] = (
-    {}, {"temperature": 1.0}, {"temperature": 0.01}, {"temperature": 1000.0}, {"temperature": 2e-6},
+    {}, {"temperature": 1.0}, {"temperature": 1.0, "logprobs": 0}, {"temperature": 0.01}, {"temperature": 1000.0},
+    {"temperature": 2e-6},
     {"temperature": 1.0, "top_k": 1}, {"temperature": 0.7, "top_k": 5}, {"temperature": 1.3, "top_k": 2000},
     {"temperature": 1.0, "top_k": 1 << 40}, {"temperature": 1.0, "top_p": 1e-6}, {"temperature": 1.0, "top_p": 1e-60},
     {"temperature": 1.0, "top_p": 0.5}, {"temperature": 0.8, "top_p": 0.9}, {"temperature": 9.0, "top_p": 0.999999},
@@ -32,10 +34,16 @@ PARAMS: tuple[dict[str, Any], ...] = (
 """What a row may ask for without lists of tokens."""
 
 
-@pytest.fixture(scope="module", params=ALL_ISAS)
+@pytest.fixture(scope="module", params=[*ALL_ISAS, "cc"])
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Library:
-    every = [kernel for size in VOCABS for kernel in kernels(size)]
-    return Library([WEIGH, *every], request.param, tmp_path_factory.mktemp("sampling"))
+    """cc: the host's compiler, which vectorises in another way."""
+    every = [WEIGH, *(kernel for size in VOCABS for kernel in kernels(size))]
+    folder = tmp_path_factory.mktemp("sampling")
+    if request.param != "cc":
+        return Library(every, request.param, folder)
+    if shutil.which("cc") is None:
+        pytest.skip("no host cc")
+    return Library(every, HOST_ISAS[-1], folder, "cc")
 
 
 def adversarial_rows(size: int) -> list[np.ndarray]:
@@ -207,7 +215,7 @@ def test_neither_workers_nor_batch_mates_matter(library: Library) -> None:
     size = VOCABS[2]
     rng = np.random.default_rng(8)
     logits = placed((rng.normal(size=(30, size)) * 2).astype(np.float32))
-    states = [of(SamplingParams(seed=i, logprobs=3, **PARAMS[i % len(PARAMS)])) for i in range(30)]
+    states = [of(SamplingParams(**{"seed": i, "logprobs": 3, **PARAMS[i % len(PARAMS)]})) for i in range(30)]
     everything = SamplingInputs(30, size, 16)
     everything.fill(states)
     want = run(library, everything, logits)
