@@ -70,13 +70,19 @@ class CompiledKernel:
 
     def occupancy(self, arch: Architecture) -> int:
         """Blocks of this kernel that one multiprocessor holds at a time."""
-        by_registers = arch.registers_per_sm // (max(1, -(-self.registers // 8) * 8) * 32 * self.num_warps)
-        by_shared = arch.shared_per_sm // (self.shared_bytes + 1024)
-        return max(0, min(by_registers, by_shared, arch.threads_per_sm // (32 * self.num_warps), arch.blocks_per_sm))
+        return blocks_held(arch, self.registers, self.shared_bytes, self.num_warps)
 
     def to_json(self) -> dict[str, Any]:
         """Everything but the code, for the manifest."""
         return {name: value for name, value in asdict(self).items() if name != "cubin"}
+
+
+def blocks_held(arch: Architecture, registers: int, shared_bytes: int, num_warps: int) -> int:
+    """Blocks that a multiprocessor holds at a time. Registers are given out in eights, and every block's shared memory
+    comes with one more kilobyte (CUDA C++ Programming Guide)."""
+    by_registers = arch.registers_per_sm // (max(1, -(-registers // 8)) * 8 * 32 * num_warps)
+    by_shared = arch.shared_per_sm // (shared_bytes + 1024)
+    return min(by_registers, by_shared, arch.threads_per_sm // (32 * num_warps), arch.blocks_per_sm)
 
 
 def default_cache() -> Path:

@@ -67,6 +67,12 @@ class Gpu:
         """What the kernels' tactics need."""
         return Device(self.arch.name, self.arch.capability, self.num_sms, self.arch.shared_per_block)
 
+    @property
+    def clock_hz(self) -> float:
+        """That the fp32 rate implies: 128 multiply-adds a clock and multiprocessor, 64 on sm_80."""
+        lanes = 64 if self.arch.capability == 80 else 128
+        return self.tflops["fp32"] * 1e12 / (2 * lanes * self.num_sms)
+
     def operand_type(self, precision: str) -> str:
         """The type whose Tensor Core rate a precision's linear layers run at."""
         if precision == "w4a8":

@@ -109,7 +109,7 @@ def candidates(problem: Problem, device: Device) -> Candidates:
             refused.append(Refusal(shown, f"needs {need} bytes of shared memory, {device.arch} has "
                                           f"{device.shared_per_block} a block"))
         else:
-            legal.append(Candidate(shown, (launch(p, tile),), cost(p, tile)))
+            legal.append(Candidate(shown, (launch(p, tile),), cost(p, tile), need))
     return Candidates(tuple(legal), tuple(refused))
 
 

@@ -90,19 +90,23 @@ class GpuLaunch:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a launch moves and computes. num_bytes counts each operand as often as it comes from device memory."""
+    """What a launch moves and computes. num_bytes counts each operand as often as it comes from device memory,
+    cache_bytes as often as it comes to a multiprocessor."""
 
     num_bytes: float
     flops: float
+    cache_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One legal way to compute a problem. name: "linear.fp8.tiled 128x128x128". launches run one after the other."""
+    """One legal way to compute a problem. name: "linear.fp8 128x128x128". launches run one after the other.
+    shared_bytes: of a block, as far as it is known before the kernel is compiled."""
 
     name: str
     launches: tuple[GpuLaunch, ...]
     cost: Cost
+    shared_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,7 @@ def candidates(problem: Problem, device: Device) -> Candidates:
             refused.append(Refusal(shown, f"needs {need} bytes of shared memory, {device.arch} has "
                                           f"{device.shared_per_block} a block"))
         else:
-            legal.append(Candidate(shown, (launch(problem, tile),), cost(problem, tile)))
+            legal.append(Candidate(shown, (launch(problem, tile),), cost(problem, tile), need))
     return Candidates(tuple(legal), tuple(refused))
 
 
@@ -175,17 +175,22 @@ def _tiles(p: Problem, device: Device) -> list[Tile]:
         return tiles
     one_accumulator = not p.gated and not _defers(p)
     wide = (64, 128, 256) if p.rows_a_matrix > 128 and device.has_warpgroup_mma and one_accumulator else (64, 128)
-    for tokens, step, tma in product(wide, channels, (False, True)):
+    # Of equals the first is taken: copies by descriptor need fewer registers and instructions.
+    for tokens, step, tma in product(wide, channels, (True, False)):
         if tma and not device.has_tma:
             continue
         if not one_accumulator and tokens > 64 and not device.has_warpgroup_mma:
             continue  # a second accumulator does not fit the registers
-        warps = 8 if tokens >= 128 else 4
-        tile = Tile(128, tokens, step, 1, warps, _stages(p, device, 128, tokens, step, 4), tma)
-        tiles.append(tile)
-        # Triton specializes warps for tcgen05 and for mma.sync with descriptors; for wgmma it changes nothing.
-        if tma and device.capability >= 100 and FORMATS[p.format].bits > 4 and tokens >= 128:
-            tiles.append(replace(tile, specialize=True))
+        blocks = -(-p.n // 128) * row_tiles(p, tokens)
+        stages = _stages(p, device, 128, tokens, step, 4)
+        for splits in (1, 2, 4):
+            if splits > 1 and (blocks * splits > device.num_sms or -(-p.k // step) % splits):
+                continue
+            tile = Tile(128, tokens, step, splits, 8 if tokens >= 128 else 4, stages, tma)
+            # Triton specializes warps for tcgen05 and for mma.sync with descriptors; for wgmma it changes nothing.
+            if tma and device.capability >= 100 and FORMATS[p.format].bits > 4 and tokens >= 128:
+                tiles.append(replace(tile, specialize=True))
+            tiles.append(tile)
     return tiles
 
 
@@ -231,7 +236,9 @@ def cost(p: Problem, tile: Tile) -> Cost:
     num_bytes += p.residual * p.num_rows * p.n * _BYTES[p.float_type]
     if tile.splits > 1:
         num_bytes += 2 * 4 * tile.splits * tile.tokens * rows * row_tiles(p, tile.tokens)
-    return Cost(num_bytes, 2.0 * p.num_rows * rows * p.k)
+    blocks = -(-p.n // tile.features) * row_tiles(p, tile.tokens)
+    weights = tile.features * (2 if p.gated else 1) * FORMATS[p.format].bits / 8
+    return Cost(num_bytes, 2.0 * p.num_rows * rows * p.k, blocks * p.k * (weights + tile.tokens * _BYTES[p.x_type]))
 
 
 def launch(p: Problem, tile: Tile) -> GpuLaunch:

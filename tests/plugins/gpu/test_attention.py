@@ -113,7 +113,8 @@ def test_rope_and_write_inside(interpreter: Interpreter, kv_type: str, options: 
     q_heads, kv_heads, dim, total = 6, 2, 32, sum(counts)
     paged = Paged(lengths, counts, kv_heads, dim, dim, kv_type)
     old = [length - count for length, count in zip(lengths, counts, strict=True)]
-    paged.fill(*([rng.standard_normal((n, kv_heads, dim)) for n in old] for _ in range(2)))
+    keys, values = ([rng.standard_normal((n, kv_heads, dim)) for n in old] for _ in range(2))
+    paged.fill(keys, values)
     width = (q_heads + 2 * kv_heads) * dim
     merged = rng.standard_normal((total, width)).astype(np.float32)
     rotary = int(options.get("rotary", dim))
@@ -130,7 +131,8 @@ def test_rope_and_write_inside(interpreter: Interpreter, kv_type: str, options: 
                 paged.block_bytes, paged.max_blocks)
     write = rope_candidates(RopeProblem(total, q_heads, kv_heads, dim, dim, width, width, width, float_type="fp32",
                                         kv_type=kv_type, block_size=BLOCK_SIZE, block_bytes=paged.block_bytes,
-                                        max_blocks=paged.max_blocks, **rope), device("sm_90a")).legal[0].launches[0]
+                                        max_blocks=paged.max_blocks, **rope),  # type: ignore[arg-type]
+                            device("sm_90a")).legal[0].launches[0]
     tile = Tile(total, 32, splits, 4, 2)
     whole = launch(replace(p, rope=Rope(width, width, width, **rope)), tile)  # type: ignore[arg-type]
 
