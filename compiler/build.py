@@ -2,34 +2,28 @@
 from __future__ import annotations
 
 import hashlib
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ingot.runtime.errors import RequestError
-from ingot.runtime.manifest import canonical_json, weight_name
+from ingot.runtime.manifest import canonical_json
 
-from .calibration.calibrate import calibrate
-from .checkpoint.checkpoint import Checkpoint
-from .checkpoint.open import open_checkpoint
+from .cache.build_cache import BuildCache
+from .clock import Clock, Progress
 from .cpu.generate import CpuProgram, generate
 from .engine_writer import EngineWriter
-from .importer.importer import ImportedModel, import_model
 from .ir.dump import dump
 from .ir.graph import Graph
+from .model_facts import ModelFacts
+from .model_source import CheckpointSource, ConfigSource, ModelSource, open_checkpoint_source
 from .passes.pipeline import cpu_pipeline, run_passes
-from .plan.plan import Plan, Weight
-from .precision import find_precision
+from .precision import Precision, find_precision
+from .refit_record import REFIT_MEMBER, refit_record
 from .targets import Target, find_target
-from .tokenizer import tokenizer_members
 from .version import ingot_version, toolchain_versions
-
-Progress = Callable[[str, str], None]
+from .write_weights import write_weights
 
 DEFAULT_MAX_BATCH_SIZE = 16
 DEFAULT_MAX_NUM_TOKENS = 512
@@ -44,16 +38,21 @@ class BuildRequest:
     """What the user asks for; None where the default decides.
 
     model            checkpoint folder, hub name, or GGUF file
+    name             what the engine calls its model; default: the folder's name, or the hub name's last part
+    config           for a dry run without the checkpoint: what its config.json holds
     max_batch_size   sequences in a step, and rows of logits
     max_num_tokens   tokens in a step
     max_seq_len      tokens of a sequence, prompt and answer together; default: what the model was made for
     calibrate        run the model on a short text, so that weights of 4 bits are rounded for the inputs they meet
+    strip_weights    leave the weights out of the file; the engine's hash is what it is with them
     """
 
     model: str
     target: str
     precision: str
     output: Path | None = None
+    name: str | None = None
+    config: Mapping[str, Any] | None = None
     max_batch_size: int | None = None
     max_num_tokens: int | None = None
     max_seq_len: int | None = None
@@ -63,86 +62,88 @@ class BuildRequest:
     force: bool = False
     compiler: str = "zig"
     calibrate: bool = True
+    strip_weights: bool = False
 
 
 @dataclass(frozen=True)
 class BuildResult:
-    """path is None after a dry run. seconds: stage -> time."""
+    """path is None after a dry run. seconds: stage -> time.
+
+    reused: kind of the build cache's entries -> (how many were found there, how many were asked for)
+    """
 
     path: Path | None
     hash: str
     manifest: dict[str, Any]
     seconds: dict[str, float]
     warnings: tuple[str, ...] = ()
+    reused: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
-@dataclass
-class _Clock:
-    """Stages of the build: told to the user as they begin, timed as they end."""
-
-    progress: Progress
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def stage(self, name: str, detail: str) -> Iterator[None]:
-        self.progress(name, detail)
-        start = time.perf_counter()
-        yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-
-
-def build(request: BuildRequest, progress: Progress = lambda stage, detail: None) -> BuildResult:
-    """Build the engine that the request describes.
+def build(request: BuildRequest, progress: Progress = lambda stage, detail: None,
+          cache: BuildCache | None = None) -> BuildResult:
+    """Build the engine that the request describes; with a cache, from what it holds.
 
     Raises RequestError for what is asked wrongly (before any long work where possible), WorkFailed for what fails.
-    Nothing is left behind by a build that fails.
+    Nothing is left behind by a build that fails, but for what it has put into the cache.
     """
     target = find_target(request.target)
     target.require_engines(request.precision)
     precision = find_precision(request.precision)
     target.require_precision(precision.name)
     kv = _kv_precision(request, target, precision.kv)
-    clock = _Clock(progress)
-    checkpoint = open_checkpoint(request.model)
-    limits = _limits(request, checkpoint)
-    output = request.output or Path(f"{checkpoint.name}.{target.name.replace(':', '-')}.{precision.name}.engine")
+    clock = Clock(progress)
+    source = _source(request)
+    with clock.stage("config", source.place):
+        facts = source.facts(cache)
+    limits = _limits(request, source.name, facts)
+    output = request.output or Path(f"{source.name}.{target.name.replace(':', '-')}.{precision.name}.engine")
     if output.exists() and not request.force and not request.dry_run:
         raise RequestError(f"{output} exists.\n  Replace it with --force, or name another with -o.")
 
     shown = ", ".join(f"{name} {value}" for name, value in limits.items())
-    progress("recipe", f"{checkpoint.path} -> {output}: target {target.name}, precision {precision.name}, "
+    progress("recipe", f"{source.place} -> {output}: target {target.name}, precision {precision.name}, "
                        f"KV cache {kv}, {shown}")
-    with clock.stage("import", f"{checkpoint.name}: {_architecture(checkpoint)}"):
-        imported = import_model(checkpoint, limits["max_seq_len"])
-        tokenizer, missing = tokenizer_members(checkpoint)
-    warnings = (*imported.warnings, *missing)
-    with clock.stage("passes", f"{len(imported.graph.nodes)} operations"):
-        graph = run_passes(imported.graph, cpu_pipeline(precision, kv), request.dump,
-                           lambda name: progress("passes", name))
+    with clock.stage("import", f"{source.name}: {facts.architecture}"):
+        imported, found = source.graph(facts, limits["max_seq_len"], cache)
+    warnings = (*found, *facts.warnings)
+    with clock.stage("passes", f"{len(imported.nodes)} operations"):
+        graph = run_passes(imported, cpu_pipeline(precision, kv), request.dump, lambda name: progress("passes", name))
     with clock.stage("plan", f"{len(graph.nodes)} operations after fusion"):
         program = generate(graph, target.isa, limits, BLOCK_SIZE)
-    manifest = _manifest(request, checkpoint, imported, target, kv, limits, program)
-    if request.dry_run:
-        return BuildResult(None, "", manifest, clock.seconds, warnings)
+    manifest = _manifest(request, source, facts, imported, target, precision, kv, limits, program)
+    if isinstance(source, ConfigSource) or request.dry_run:
+        return BuildResult(None, "", manifest, clock.seconds, warnings, _reused(cache))
+    assert isinstance(source, CheckpointSource)
     with clock.stage("compile", f"{len(program.kernels)} kernels for {target.isa}"):
-        code = program.compile(request.compiler)
-    moments: dict[str, np.ndarray] = {}
-    if request.calibrate and any(weight.packing.scheme == "w4a8" for weight in program.weights):
-        with clock.stage("calibrate", "rounding errors of the weights"):
-            moments, missed = calibrate(checkpoint, program.weights, tokenizer,
-                                        lambda detail: progress("calibrate", detail))
-        warnings = (*warnings, *missed)
-    size = manifest["memory"]["weights_bytes"]
-    with clock.stage("weights", f"{len(program.weights)} tensors, {size / 1e6:.0f} MB"), \
-            EngineWriter(output, request.force, size + len(code)) as writer:
-        plan = _write_weights(writer, program, checkpoint, moments, progress)
-        writer.add("plan.json", canonical_json(plan.to_json()))
-        writer.add(CODE_MEMBER, code)
-        for name, data in tokenizer.items():
-            writer.add(f"tokenizer/{name}", data)
-        _add_debug(writer, request, graph)
-        engine_hash = writer.finish(manifest)
-    return BuildResult(output, engine_hash, manifest, clock.seconds, warnings)
+        code = program.compile(request.compiler, cache)
+    size = len(code) + (0 if request.strip_weights else manifest["memory"]["weights_bytes"])
+    with EngineWriter(output, request.force, size, request.strip_weights) as writer:
+        written = write_weights(writer, program.weights, source.checkpoint, facts.tokenizer, request.calibrate, clock,
+                                cache)
+        manifest["model"]["checkpoint_sha256"] = written.checkpoint_sha256
+        manifest["num_calibrated_weights"] = written.num_calibrated
+        with clock.stage("write", str(output)):
+            writer.add("plan.json", canonical_json(program.plan(written.weights).to_json()))
+            writer.add(CODE_MEMBER, code)
+            writer.add(REFIT_MEMBER, refit_record(source.checkpoint, facts, program.weights))
+            for name, data in facts.tokenizer.items():
+                writer.add(f"tokenizer/{name}", data)
+            _add_debug(writer, request, graph)
+            engine_hash = writer.finish(manifest)
+    if cache is not None:
+        cache.trim()
+    return BuildResult(output, engine_hash, manifest, clock.seconds, (*warnings, *written.warnings), _reused(cache))
+
+
+def _source(request: BuildRequest) -> ModelSource:
+    if request.config is not None and request.dry_run:
+        return ConfigSource(request.config, request.name or Path(request.model).name)
+    return open_checkpoint_source(request.model, request.name)
+
+
+def _reused(cache: BuildCache | None) -> dict[str, tuple[int, int]]:
+    return {} if cache is None else {kind: (uses.found, uses.found + uses.made) for kind, uses in cache.uses.items()}
 
 
 def _kv_precision(request: BuildRequest, target: Target, default: str) -> str:
@@ -152,8 +153,8 @@ def _kv_precision(request: BuildRequest, target: Target, default: str) -> str:
     return kv
 
 
-def _limits(request: BuildRequest, checkpoint: Checkpoint) -> dict[str, int]:
-    longest = _max_positions(checkpoint)
+def _limits(request: BuildRequest, model: str, facts: ModelFacts) -> dict[str, int]:
+    longest = facts.max_positions or DEFAULT_MAX_SEQ_LEN
     asked = {"max_batch_size": request.max_batch_size, "max_num_tokens": request.max_num_tokens,
              "max_seq_len": request.max_seq_len}
     defaults = {"max_batch_size": DEFAULT_MAX_BATCH_SIZE, "max_num_tokens": DEFAULT_MAX_NUM_TOKENS,
@@ -163,58 +164,32 @@ def _limits(request: BuildRequest, checkpoint: Checkpoint) -> dict[str, int]:
         if value < 1:
             raise RequestError(f"{name} must be at least 1, got {value}")
     if limits["max_seq_len"] > longest:
-        raise RequestError(f"max_seq_len {limits['max_seq_len']} is beyond the {longest} positions of "
-                           f"{checkpoint.name}")
+        raise RequestError(f"max_seq_len {limits['max_seq_len']} is beyond the {longest} positions of {model}")
     if limits["max_num_tokens"] < limits["max_batch_size"]:
         raise RequestError(f"max_num_tokens {limits['max_num_tokens']} is below max_batch_size "
                            f"{limits['max_batch_size']}: a step holds at least one token of every sequence")
     return limits
 
 
-def _architecture(checkpoint: Checkpoint) -> str:
-    return (checkpoint.config.architectures or [checkpoint.config.model_type])[0]
-
-
-def _max_positions(checkpoint: Checkpoint) -> int:
-    """The longest sequence that the model was made for, as its configuration says; some models name no limit."""
-    config = checkpoint.config.get_text_config()
-    names = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
-    found = [value for name in names if isinstance(value := getattr(config, name, None), int) and value > 0]
-    return found[0] if found else DEFAULT_MAX_SEQ_LEN
-
-
-def _write_weights(writer: EngineWriter, program: CpuProgram, checkpoint: Checkpoint,
-                   moments: dict[str, np.ndarray], progress: Progress) -> Plan:
-    from threadpoolctl import threadpool_limits
-
-    written = {}
-    # Sums of a matrix product that threads share come out differently by their number: the same bytes need one.
-    with threadpool_limits(1, "blas"):
-        for number, weight in enumerate(program.weights, 1):
-            progress("weights", f"{number}/{len(program.weights)} {weight.label}")
-            data = weight.make(checkpoint, moments.get(weight.name))
-            member = writer.add_weight(data)
-            blob = member.removeprefix("weights/").removesuffix(".bin")
-            assert member == weight_name(blob)
-            written[weight.name] = Weight(blob, data.nbytes, weight.label)
-    return program.plan(written)
-
-
-def _manifest(request: BuildRequest, checkpoint: Checkpoint, imported: ImportedModel, target: Target, kv: str,
-              limits: dict[str, int], program: CpuProgram) -> dict[str, Any]:
+def _manifest(request: BuildRequest, source: ModelSource, facts: ModelFacts, imported: Graph, target: Target,
+              precision: Precision, kv: str, limits: dict[str, int], program: CpuProgram) -> dict[str, Any]:
+    """What is known before the weights are read. recipe: the fields of a BuildRequest that give this engine again."""
     return {
         "ingot_version": ingot_version(),
-        "model": {"name": checkpoint.name, "architecture": _architecture(checkpoint),
-                  "config_sha256": checkpoint.config_digest, "vocab_size": program.vocab_size},
+        "model": {"name": source.name, "architecture": facts.architecture, "config_sha256": facts.config_sha256,
+                  "vocab_size": program.vocab_size},
         "target": {"name": target.name, "kind": target.kind, "isa": target.isa, "machine": program.machine,
                    "features": list(program.features)},
-        "precision": request.precision,
+        "precision": precision.name,
         "kv_precision": kv,
         "limits": limits,
         "kernels": program.kernel_table(),
         "memory": program.memory(),
         "toolchain": toolchain_versions(request.compiler),
-        "graph_sha256": hashlib.sha256(dump(imported.graph).encode()).hexdigest(),
+        "graph_sha256": hashlib.sha256(dump(imported).encode()).hexdigest(),
+        "recipe": {"name": source.name, "target": target.name, "precision": precision.name, "kv_precision": kv,
+                   **limits, "compiler": request.compiler, "calibrate": request.calibrate,
+                   "dump": request.dump is not None},
     }
 
 

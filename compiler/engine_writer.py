@@ -53,8 +53,12 @@ class DiskFull(WorkFailed):
 class EngineWriter:
     """Writer of one engine; a context manager. See the module's docstring."""
 
-    def __init__(self, path: str | os.PathLike[str], overwrite: bool = False, expected_bytes: int = 0) -> None:
+    def __init__(self, path: str | os.PathLike[str], overwrite: bool = False, expected_bytes: int = 0,
+                 strip_weights: bool = False) -> None:
         """Creates the temporary file.
+
+        `strip_weights`: name the weights by their hashes, but leave them out of the file. The manifest, and so the
+        engine's hash, is that of the whole engine.
 
         `expected_bytes`: what the caller knows of the engine's size, to learn of a full disk before the work.
         Raises RequestError when the target can't be written or exists and may not be replaced, DiskFull.
@@ -62,6 +66,7 @@ class EngineWriter:
         self.path = Path(path)
         self._overwrite = overwrite
         self._expected_bytes = expected_bytes
+        self._strip_weights = strip_weights
         self._small: dict[str, bytes] = {}
         self._table: dict[str, dict[str, Any]] = {}
         self._members: list[Member] = []
@@ -90,7 +95,10 @@ class EngineWriter:
             self._fd = -1
 
     def add(self, name: str, data: bytes) -> None:
-        """Adds plan.json or a member below code/, tokenizer/ or debug/. Raises EngineFormatError for a bad name."""
+        """Adds plan.json, refit.json or a member below code/, tokenizer/ or debug/.
+
+        Raises EngineFormatError for a bad name.
+        """
         check_name(name)
         if name in self._small or section(name) in ("weights/", MANIFEST):
             raise ValueError(f"{name} is already in the engine or not for add()")
@@ -99,7 +107,7 @@ class EngineWriter:
         self._small[name] = bytes(data)
 
     def add_weight(self, data: "np.ndarray[Any, Any] | bytes | bytearray | memoryview") -> str:
-        """Writes a weight unless an equal one is there, and returns its member name.
+        """Writes a weight unless an equal one is there or weights are stripped, and returns its member name.
 
         An array is written as its elements' bytes in row-major order.
         """
@@ -107,7 +115,10 @@ class EngineWriter:
         digest = hashlib.sha256(view).hexdigest()
         name = weight_name(digest)
         if name not in self._table:
-            self._append(name, view, digest)
+            if self._strip_weights:
+                self._table[name] = {"sha256": digest, "size": view.nbytes}
+            else:
+                self._append(name, view, digest)
         return name
 
     def finish(self, manifest: Mapping[str, Any]) -> str:

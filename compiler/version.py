@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
+from .cache.keys import library_versions
 from .cpu import toolchain
 
 
@@ -15,6 +16,5 @@ def ingot_version() -> str:
 
 def toolchain_versions(compiler: str) -> dict[str, str]:
     """Package or compiler -> version. The same versions and inputs give the same engine."""
-    packages = ("numpy", "torch", "transformers")
-    return {name: version(name).partition("+")[0] for name in packages} | {
+    return library_versions("gguf", "numpy", "tokenizers", "torch", "transformers") | {
         "c_compiler": toolchain.version("cc" if compiler == "cc" else "zig")}

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from ingot.runtime.errors import IngotError, WorkFailed
+from ingot.runtime.folders import cache_folder
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds only its own folder
 from tools.checked_folder import disk_errors, is_ready, lock, new_folder, verify
@@ -134,19 +135,12 @@ MODELS = {
 }
 
 
-def default_cache() -> Path:
-    """The user's cache folder of Ingot."""
-    if os.environ.get("INGOT_CACHE"):
-        return Path(os.environ["INGOT_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ingot"
-
-
 def provide(model: DemoModel, cache: Path | None = None, say: Callable[[str], None] = lambda line: None) -> Result:
     """Both folders of `model`, made if they are not there. `say` takes lines of progress.
 
     Raises Unreachable, DigestMismatch, or WorkFailed (disk full, missing library, a folder of another origin).
     """
-    models = (cache or default_cache()).absolute() / "models"
+    models = (cache or cache_folder()).absolute() / "models"
     checkpoint, gguf = models / model.name, models / f"{model.name}-gguf"
     pinned_gguf = {model.gguf: model.gguf_digest}
     if is_ready(checkpoint, model.checkpoint_digests) and is_ready(gguf, pinned_gguf):
@@ -249,7 +243,7 @@ def _check_room(models: Path, model: DemoModel) -> None:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tools/demo_models.py", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("name", choices=[*MODELS, "all"])
-    parser.add_argument("--cache", type=Path, default=default_cache(), help="where to put them (default: %(default)s)")
+    parser.add_argument("--cache", type=Path, default=cache_folder(), help="where to put them (default: %(default)s)")
     parser.add_argument("--verify", action="store_true", help="read every file again and compare its SHA-256")
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print the facts as JSON")

@@ -16,6 +16,16 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
+_NO_PART_OF_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+_SIDE_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken")
+
+
+def config_text(config: PretrainedConfig) -> str:
+    """A configuration in canonical form: JSON, without what is no part of the model."""
+    entries = {k: v for k, v in config.to_dict().items() if k not in _NO_PART_OF_THE_MODEL}
+    return json.dumps(entries, sort_keys=True, separators=(",", ":"), default=str)
+
+
 class TensorStore(Protocol):
     """Where the tensors lie: safetensors files or a GGUF file."""
 
@@ -31,12 +41,16 @@ class TensorStore(Protocol):
         """Rows [begin, end) as stored (bf16 as u16 bits) or, of a quantized type, as f32."""
         ...
 
+    def raw(self, name: str) -> np.ndarray:
+        """The tensor's bytes as they lie in the file, u8."""
+        ...
+
     def layout(self) -> bytes:
         """Names, types and shapes of all tensors in one canonical form."""
         ...
 
-    def files(self) -> list[Path]:
-        """Every file that holds tensors."""
+    def files(self) -> dict[Path, list[str]]:
+        """Every file that holds tensors, and the names of these."""
         ...
 
 
@@ -116,20 +130,23 @@ class Checkpoint:
     @cached_property
     def config_digest(self) -> str:
         """SHA-256 of the configuration in canonical form: what the imported graph depends on, besides versions. Where
-        the checkpoint lies does not count."""
-        entries = {k: v for k, v in self.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
-        text = json.dumps(entries, sort_keys=True, separators=(",", ":"), default=str)
-        return hashlib.sha256(text.encode()).hexdigest()
+        the checkpoint lies does not count, nor the type that its weights are stored in."""
+        return hashlib.sha256(config_text(self.config).encode()).hexdigest()
+
+    def side_files(self) -> list[Path]:
+        """What lies beside the tensors and is small: configuration, tokenizer, chat template. Of a GGUF file none."""
+        if self.path.is_file():
+            return []
+        return sorted(file for file in self.path.iterdir() if file.suffix in _SIDE_SUFFIXES and file.is_file())
 
     @cached_property
     def layout_digest(self) -> str:
         """SHA-256 of the names, types and shapes of the tensors; cheap, says nothing about their values."""
         return hashlib.sha256(self.store.layout()).hexdigest()
 
-    def content_digest(self) -> str:
-        """SHA-256 of every byte of the tensor files: about a second a gigabyte."""
-        total = hashlib.sha256()
-        for path in self.store.files():
-            with open(path, "rb") as file:
-                total.update(hashlib.file_digest(file, "sha256").digest())
+    def tensor_digest(self, name: str) -> str:
+        """SHA-256 of a tensor's type, shape and stored bytes: about half a second a gigabyte."""
+        self._require(name)
+        total = hashlib.sha256(f"{self.store.dtype(name)} {list(self.store.shape(name))}\n".encode())
+        total.update(np.ascontiguousarray(self.store.raw(name)).data)
         return total.hexdigest()

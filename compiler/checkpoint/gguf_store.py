@@ -40,7 +40,7 @@ class GgufStore:
         from gguf import GGMLQuantizationType, dequantize
         tensor = self._tensors[name]
         kind = GGMLQuantizationType(tensor.kind)
-        raw = self._data[tensor.begin:tensor.begin + tensor.size_bytes]
+        raw = self.raw(name)
         plain = {"F32": np.float32, "F16": np.float16, "F64": np.float64, "I8": np.int8, "I16": np.int16,
                  "I32": np.int32, "I64": np.int64}.get(kind.name)
         if plain is not None:
@@ -55,9 +55,14 @@ class GgufStore:
                                   "unpack") from error
         return values.reshape(-1, *tensor.shape[1:]) if rank > 1 else values[begin:end]
 
+    def raw(self, name: str) -> np.ndarray:
+        tensor = self._tensors[name]
+        data: np.ndarray = self._data[tensor.begin:tensor.begin + tensor.size_bytes]
+        return data
+
     def layout(self) -> bytes:
         rows = sorted((name, self.dtype(name), self.shape(name)) for name in self._tensors)
         return json.dumps(rows, separators=(",", ":")).encode()
 
-    def files(self) -> list[Path]:
-        return [self.path]
+    def files(self) -> dict[Path, list[str]]:
+        return {self.path: list(self._tensors)}

@@ -92,6 +92,11 @@ class SafetensorsFile:
         info = self.tensors[name]
         if info.dtype not in STORAGE:
             raise self._error(f"tensor {name} has the type {info.dtype}; supported are {', '.join(STORAGE)}")
-        data = self._data[self._data_begin + info.begin:self._data_begin + info.end]
-        array: np.ndarray = data.view(STORAGE[info.dtype]).reshape(info.shape)
+        array: np.ndarray = self.raw(name).view(STORAGE[info.dtype]).reshape(info.shape)
         return array[begin:end] if info.shape else array
+
+    def raw(self, name: str) -> np.ndarray:
+        """The bytes of a tensor, u8, a view of the file."""
+        info = self.tensors[name]
+        data: np.ndarray = self._data[self._data_begin + info.begin:self._data_begin + info.end]
+        return data

@@ -60,6 +60,9 @@ class SafetensorsStore:
     def read(self, name: str, begin: int, end: int | None) -> np.ndarray:
         return self._where[name].read(name, begin, end)
 
+    def raw(self, name: str) -> np.ndarray:
+        return self._where[name].raw(name)
+
     @cached_property
     def _layout(self) -> bytes:
         rows = sorted((name, self.dtype(name), self.shape(name)) for name in self._where)
@@ -68,5 +71,6 @@ class SafetensorsStore:
     def layout(self) -> bytes:
         return self._layout
 
-    def files(self) -> list[Path]:
-        return [file.path for file in self._files.values()]
+    def files(self) -> dict[Path, list[str]]:
+        return {file.path: [name for name in file.tensors if self._where[name] is file]
+                for file in self._files.values()}

@@ -7,6 +7,7 @@ from pathlib import Path
 from ingot.runtime.cli.output import Progress, print_json, size, table
 
 from ..build import BuildRequest, BuildResult, build
+from ..cache.build_cache import BuildCache
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,6 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-calibration", dest="calibrate", action="store_false",
                         help="round weights of 4 bits to nearest, without running the model on a text")
     parser.add_argument("--dump", type=Path, metavar="DIR", help="write the graph after each pass there")
+    parser.add_argument("--name", help="what the engine calls its model (default: the checkpoint's folder or hub name)")
+    parser.add_argument("--strip-weights", action="store_true",
+                        help="leave the weights out of the file: they are found in the store by their hashes, or made "
+                        "again by ingot refit")
+    parser.add_argument("--no-cache", dest="cache", action="store_false",
+                        help="make everything anew and keep nothing for later builds")
     parser.add_argument("--dry-run", action="store_true", help="plan only: no code, no weights, no file")
     parser.add_argument("--force", action="store_true", help="replace the engine file if there is one")
 
@@ -33,11 +40,11 @@ def run(arguments: argparse.Namespace) -> int:
         max_batch_size=arguments.max_batch_size, max_num_tokens=arguments.max_num_tokens,
         max_seq_len=arguments.max_seq_len, kv_precision=arguments.kv_precision, dump=arguments.dump,
         dry_run=arguments.dry_run, force=arguments.force, compiler=arguments.compiler,
-        calibrate=arguments.calibrate,
+        calibrate=arguments.calibrate, name=arguments.name, strip_weights=arguments.strip_weights,
     )
     report = _Report(not arguments.json)
     try:
-        result = build(request, report)
+        result = build(request, report, BuildCache() if arguments.cache else None)
     finally:
         report.end()
     for warning in result.warnings:
@@ -45,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({
             "path": str(result.path) if result.path else None, "hash": result.hash or None,
-            "seconds": result.seconds, "warnings": list(result.warnings), "manifest": result.manifest,
+            "seconds": result.seconds, "reused": result.reused, "warnings": list(result.warnings), "manifest": result.manifest,
         })
     else:
         print(_summary(result))
@@ -86,4 +93,6 @@ def _summary(result: BuildResult) -> str:
                    f"{size(memory['kv_bytes_per_token'])} of KV a token"),
         ("time", ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in result.seconds.items())),
     ]
+    if result.reused:
+        rows.append(("reused", ", ".join(f"{kind} {found}/{asked}" for kind, (found, asked) in result.reused.items())))
     return table(rows)

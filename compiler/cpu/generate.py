@@ -10,6 +10,7 @@ from typing import Any
 from ingot.plugins.kernel import INCLUDE_DIR, CpuKernel, translation_unit
 from ingot.plugins.sampling.cpu import sampling
 
+from ..cache.build_cache import BuildCache
 from ..ir.graph import Graph
 from ..plan.kv_cache import KvCache, plan_kv_cache
 from ..plan.plan import Bucket, Launch, Plan, Weight
@@ -19,7 +20,7 @@ from .lower import Lowering
 from .toolchain import Compiler, compile_shared
 from .weights import PackedWeight, WeightTable
 
-KERNELS_A_FILE = 12
+KERNELS_A_FILE = 6
 """Kernels of one C file: small enough to compile side by side, large enough to read the headers once for many."""
 
 
@@ -67,17 +68,27 @@ class CpuProgram:
                 "kv_bytes_per_token": self.kv.bytes_per_token,
                 "kv_bytes_per_token_beyond_windows": self.kv.bytes_per_token_beyond_windows}
 
-    def compile(self, compiler: str) -> bytes:
+    def compile(self, compiler: str, cache: BuildCache | None = None) -> bytes:
         """The shared object. Raises CompileError or NoCompiler."""
-        files = {"pool.c": (INCLUDE_DIR / "cpu" / "pool.c").read_text()}
-        for number, start in enumerate(range(0, len(self.kernels), KERNELS_A_FILE)):
-            files[f"kernels{number}.c"] = translation_unit(self.kernels[start:start + KERNELS_A_FILE])
         chosen: Compiler = "cc" if compiler == "cc" else "zig"
         with tempfile.TemporaryDirectory(prefix="ingot-code-") as folder:
             out = Path(folder) / "model.so"
-            compile_shared(files, ISAS[self.isa], [INCLUDE_DIR, INCLUDE_DIR / "cpu"], out, chosen,
-                           len(os.sched_getaffinity(0)))
+            compile_shared(self.sources(), ISAS[self.isa], [INCLUDE_DIR, INCLUDE_DIR / "cpu"], out, chosen,
+                           len(os.sched_getaffinity(0)), cache)
             return out.read_bytes()
+
+    def sources(self) -> dict[str, str]:
+        """C file -> text. Kernels of one header share files, so that another precision leaves the others' alone."""
+        by_header: dict[str, list[CpuKernel]] = {}
+        for kernel in self.kernels:
+            by_header.setdefault(kernel.include, []).append(kernel)
+        files = {"pool.c": (INCLUDE_DIR / "cpu" / "pool.c").read_text()}
+        for header, kernels in by_header.items():
+            for start in range(0, len(kernels), KERNELS_A_FILE):
+                name = f"{Path(header).stem or 'kernels'}{start // KERNELS_A_FILE}.c"
+                files[name] = translation_unit(kernels[start:start + KERNELS_A_FILE])
+        assert len(files) == 1 + sum(-(-len(k) // KERNELS_A_FILE) for k in by_header.values()), "headers share a name"
+        return files
 
 
 def token_buckets(max_num_tokens: int) -> list[int]:

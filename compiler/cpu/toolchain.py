@@ -5,19 +5,24 @@ relative names in a temporary folder, without debug information, build identifie
 """
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import Literal
 
 from ingot.runtime.errors import RequestError, WorkFailed
 
+from ..cache.build_cache import BuildCache
+from ..cache.keys import key
 from .isa import CpuIsa
 
 Compiler = Literal["zig", "cc"]
@@ -29,6 +34,7 @@ COMPILE_FLAGS = ("-std=gnu11", "-O3", "-g0", "-fPIC", "-fvisibility=hidden", "-f
                  "-Wno-unused-function", "-Wno-unused-parameter", "-Werror=implicit-function-declaration")
 LINK_FLAGS = ("-shared", "-s", "-Wl,--build-id=none", "-Wl,-z,defs", "-lm", "-lpthread")
 _LINES_SHOWN = 12
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 
 
 class CompileError(WorkFailed):
@@ -40,23 +46,29 @@ class NoCompiler(RequestError):
 
 
 def compile_shared(sources: Mapping[str, str], isa: CpuIsa, include_dirs: Sequence[Path], out: Path,
-                   compiler: Compiler = "zig", jobs: int = 1) -> None:
+                   compiler: Compiler = "zig", jobs: int = 1, cache: BuildCache | None = None) -> None:
     """Compile C texts (file name -> text) for `isa` and link them, in the given order, to the shared object `out`.
 
-    Only symbols marked __attribute__((visibility("default"))) are exported. `jobs` files are compiled at a time.
-    `out` appears whole or not at all. Raises CompileError or NoCompiler.
+    Only symbols marked __attribute__((visibility("default"))) are exported. `jobs` files are compiled at a time; those
+    that the cache holds are not compiled again. `out` appears whole or not at all. Raises CompileError or NoCompiler.
     """
-    with tempfile.TemporaryDirectory(prefix="ingot-cc-") as folder:
-        objects = _compile(sources, isa, include_dirs, Path(folder), compiler, jobs, ("-c",), ".o")
-        linked = Path(folder, "linked.so")
-        _run([*command(isa, compiler), *objects, *LINK_FLAGS, "-o", linked.name], linked.name, isa, folder)
-        # The system's temporary folder may be another file system: copy next to `out`, then rename.
-        sibling = out.with_name(f".{out.name}.{os.getpid()}")
-        try:
-            shutil.copyfile(linked, sibling)
-            os.replace(sibling, out)
-        finally:
-            sibling.unlink(missing_ok=True)
+    keys = [] if cache is None else [_object_key(text, isa, include_dirs, compiler) for text in sources.values()]
+    code = None if cache is None else cache.get("code", key(objects=keys, link=LINK_FLAGS))
+    if code is None:
+        with tempfile.TemporaryDirectory(prefix="ingot-cc-") as folder:
+            objects = _objects(sources, keys, isa, include_dirs, Path(folder), compiler, jobs, cache)
+            linked = Path(folder, "linked.so")
+            _run([*command(isa, compiler), *objects, *LINK_FLAGS, "-o", linked.name], linked.name, isa, folder)
+            code = linked.read_bytes()
+        if cache is not None:
+            cache.put("code", key(objects=keys, link=LINK_FLAGS), code)
+    # The system's temporary folder may be another file system: write next to `out`, then rename.
+    sibling = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        sibling.write_bytes(code)
+        os.replace(sibling, out)
+    finally:
+        sibling.unlink(missing_ok=True)
 
 
 def assembly(source: str, isa: CpuIsa, include_dirs: Sequence[Path], compiler: Compiler = "zig") -> str:
@@ -83,12 +95,9 @@ def command(isa: CpuIsa, compiler: Compiler) -> list[str]:
     """The compiler's command line up to the files: program and target."""
     if compiler == "zig":
         if importlib.util.find_spec("ziglang") is None:
-            raise NoCompiler("the package ziglang, which holds the C compiler, is not installed.\n"
-                             "  pip install ingot-llm[build], or use the host's compiler: --compiler cc")
+            raise _no_zig()
         return [sys.executable, "-m", "ziglang", "cc", "-target", isa.zig_target, f"-mcpu={isa.zig_cpu}"]
-    program = shutil.which(os.environ.get("CC", "cc"))
-    if program is None:
-        raise NoCompiler("no C compiler `cc` on this machine; the default compiler comes with ingot-llm[build].")
+    program = _host_compiler()
     machine = os.uname().machine
     if machine != isa.machine:
         raise NoCompiler(f"`cc` makes code for {machine}, the target {isa.name} needs {isa.machine}.\n"
@@ -99,14 +108,65 @@ def command(isa: CpuIsa, compiler: Compiler) -> list[str]:
 
 
 def version(compiler: Compiler = "zig") -> str:
-    """One line that names the compiler and its version, for the manifest."""
-    program = [sys.executable, "-m", "ziglang", "cc"] if compiler == "zig" else [os.environ.get("CC", "cc")]
-    done = subprocess.run([*program, "--version"], capture_output=True, text=True)
-    first = done.stdout.splitlines()[0] if done.stdout else "unknown"
+    """One line that names the compiler and its version, for the manifest. Raises NoCompiler if it is not there."""
     if compiler == "zig":
-        number = subprocess.run([sys.executable, "-m", "ziglang", "version"], capture_output=True, text=True).stdout
-        return f"zig {number.strip()} ({first})"
-    return first
+        if importlib.util.find_spec("ziglang") is None:
+            raise _no_zig()
+        return f"zig {package_version('ziglang')}"  # the wheel holds the compiler itself
+    program = _host_compiler()
+    done = subprocess.run([program, "--version"], capture_output=True, text=True)
+    return done.stdout.splitlines()[0] if done.stdout else "unknown"
+
+
+def _no_zig() -> NoCompiler:
+    return NoCompiler("the package ziglang, which holds the C compiler, is not installed.\n"
+                      "  pip install ingot-llm[build], or use the host's compiler: --compiler cc")
+
+
+def _host_compiler() -> str:
+    program = shutil.which(os.environ.get("CC", "cc"))
+    if program is None:
+        raise NoCompiler("no C compiler `cc` on this machine; the default compiler comes with ingot-llm[build].")
+    return program
+
+
+def _object_key(text: str, isa: CpuIsa, include_dirs: Sequence[Path], compiler: Compiler) -> str:
+    """Names everything that an object is made of; headers by their content, wherever they lie."""
+    return key(text=text, headers=_headers(text, include_dirs), flags=[*COMPILE_FLAGS, *isa.extra_flags],
+               compiler=version(compiler), target=[isa.zig_target, isa.zig_cpu, isa.march])
+
+
+def _headers(text: str, include_dirs: Sequence[Path]) -> dict[str, str]:
+    """SHA-256 of every header that a text includes by quotes, and of those that these include: name -> digest."""
+    found: dict[str, str] = {}
+    waiting = [(name, list(include_dirs)) for name in _INCLUDE.findall(text)]
+    while waiting:
+        name, folders = waiting.pop()
+        path = next((folder / name for folder in folders if (folder / name).is_file()), None)
+        if name in found or path is None:  # the compiler's own, or missing: then compiling tells
+            continue
+        content = path.read_text()
+        found[name] = hashlib.sha256(content.encode()).hexdigest()
+        waiting += [(inner, [path.parent, *include_dirs]) for inner in _INCLUDE.findall(content)]
+    return found
+
+
+def _objects(sources: Mapping[str, str], keys: Sequence[str], isa: CpuIsa, include_dirs: Sequence[Path], folder: Path,
+             compiler: Compiler, jobs: int, cache: BuildCache | None) -> list[str]:
+    """The names of the objects inside folder, in the order of `sources`."""
+    if cache is None:
+        return _compile(sources, isa, include_dirs, folder, compiler, jobs, ("-c",), ".o")
+    missing = {}
+    for (name, text), object_key in zip(sources.items(), keys, strict=True):
+        if (data := cache.get("object", object_key)) is not None:
+            (folder / f"{name}.o").write_bytes(data)
+        else:
+            missing[name] = text
+    _compile(missing, isa, include_dirs, folder, compiler, jobs, ("-c",), ".o")
+    for name, object_key in zip(sources, keys, strict=True):
+        if name in missing:
+            cache.put("object", object_key, (folder / f"{name}.o").read_bytes())
+    return [f"{name}.o" for name in sources]
 
 
 def _compile(sources: Mapping[str, str], isa: CpuIsa, include_dirs: Sequence[Path], folder: Path, compiler: Compiler,

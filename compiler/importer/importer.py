@@ -45,7 +45,8 @@ def import_config(config: PretrainedConfig, max_seq_len: int | None = None) -> I
     return _import(config, None, max_seq_len)
 
 
-def _dtype(stored: str) -> DType:
+def element_type(stored: str) -> DType:
+    """What a tensor enters a weight expression as, by the type that the checkpoint stores."""
     if stored == "BOOL":
         return DType.BOOL
     return DType.I32 if stored in _INTEGERS else DType.F32
@@ -74,7 +75,7 @@ def _parameters(model: PreTrainedModel, checkpoint: Checkpoint | None) -> Parame
     from .parameters import checkpoint_recipes, own_names
     if checkpoint is None:
         return own_names(model)
-    tensors = {name: (checkpoint.shape(name), _dtype(checkpoint.dtype(name))) for name in checkpoint.names()}
+    tensors = {name: (checkpoint.shape(name), element_type(checkpoint.dtype(name))) for name in checkpoint.names()}
     architecture = checkpoint.gguf_architecture
     if architecture is not None:
         return gguf_recipes(model, architecture, tensors, str(checkpoint.path))

@@ -78,7 +78,7 @@ class WeightExpr:
         return {
             "op": self.op,
             "operands": [o.to_json() if isinstance(o, WeightExpr) else o for o in self.operands],
-            "attrs": {k: _attr_to_json(v) for k, v in self.attrs},
+            "attrs": {k: attr_to_json(v) for k, v in self.attrs},
             "shape": list(self.type.shape),
             "dtype": self.type.dtype.value,
             "output": self.output,
@@ -87,7 +87,7 @@ class WeightExpr:
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> WeightExpr:
         operands = tuple(WeightExpr.from_json(o) if isinstance(o, Mapping) else o for o in data["operands"])
-        attrs = tuple((k, _attr_from_json(v)) for k, v in data["attrs"].items())
+        attrs = tuple((k, attr_from_json(v)) for k, v in data["attrs"].items())
         return WeightExpr(data["op"], operands, attrs, TensorType(tuple(data["shape"]), DType(data["dtype"])),
                           data["output"])
 
@@ -96,26 +96,26 @@ def _text(value: Any) -> str:
     return value.value if isinstance(value, DType) else str(value)
 
 
-def _attr_to_json(value: Any) -> Any:
+def attr_to_json(value: Any) -> Any:
     match value:
         case bytes():
             return {"bytes": base64.b64encode(value).decode("ascii")}
         case DType():
             return {"dtype": value.value}
         case tuple():
-            return [_attr_to_json(v) for v in value]
+            return [attr_to_json(v) for v in value]
         case _:
             return value
 
 
-def _attr_from_json(value: Any) -> Any:
+def attr_from_json(value: Any) -> Any:
     match value:
         case {"bytes": text}:
             return base64.b64decode(text)
         case {"dtype": name}:
             return DType(name)
         case list():
-            return tuple(_attr_from_json(v) for v in value)
+            return tuple(attr_from_json(v) for v in value)
         case _:
             return value
 

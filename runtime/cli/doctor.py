@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import IngotError
+from ..folders import cache_folder
 from ..host import available_cores, available_memory_bytes, cpu_features, cpu_name
 from .output import print_json, size, table
 
@@ -106,8 +107,7 @@ def _c_compiler() -> Check:
 
 
 def _cache() -> Check:
-    folder = Path(os.environ.get("INGOT_CACHE") or
-                  Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ingot")
+    folder = cache_folder()
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not os.access(existing, os.W_OK):
         return Check("cache", "warn", f"{folder} cannot be written; set INGOT_CACHE to a folder that can")

@@ -167,17 +167,6 @@ def test_a_full_disk_during_the_download_is_not_taken_for_a_missing_network(
     assert not isinstance(caught.value, Unreachable)
 
 
-def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/someone")
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.delenv("INGOT_CACHE", raising=False)
-    assert demo_models.default_cache() == Path("/home/someone/.cache/ingot")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
-    assert demo_models.default_cache() == Path("/caches/ingot")
-    monkeypatch.setenv("INGOT_CACHE", "/ingot")
-    assert demo_models.default_cache() == Path("/ingot")
-
-
 def test_the_command_prints_facts(tmp_path: Path, workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
     cache = ["--cache", str(tmp_path)]
     assert main(["tiny", *cache, "--verify"]) == 0

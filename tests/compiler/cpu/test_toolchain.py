@@ -73,4 +73,4 @@ def test_assembly_of_every_target() -> None:
 
 
 def test_version_names_the_compiler() -> None:
-    assert version("zig").startswith("zig 0.") and "clang" in version("zig")
+    assert version("zig").startswith("zig 0.")

@@ -15,8 +15,8 @@ from typing import Any
 from ingot.compiler.cpu.isa import host_isa
 from ingot.runtime.engine_file import EngineFile
 from ingot.runtime.errors import IngotError, RequestError
+from ingot.runtime.folders import cache_folder
 
-from ...demo_models import default_cache
 from ..machine import Machine
 from . import report, workload
 from .contestants import Contestant, contestants
@@ -62,7 +62,7 @@ def _chosen(names: str | None) -> list[Contestant]:
 
 def measure(arguments: argparse.Namespace) -> int:
     say = workload.progress
-    cache = (arguments.cache or default_cache() / "peers").absolute()
+    cache = (arguments.cache or cache_folder() / "peers").absolute()
     model = workload.model(arguments.model, cache, say)
     kitchen = Kitchen(cache, model, arguments.threads, say)
     job = workload.job(model.checkpoint, arguments.threads)

@@ -1,0 +1,36 @@
+"""Packing of weights through the cache: a blob depends on its recipe, its packing, and the tensors that take part."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..checkpoint.checkpoint import Checkpoint
+from ..cpu.weights import PackedWeight
+from .build_cache import BuildCache
+from .keys import key, library_versions, source_digest
+
+if TYPE_CHECKING:
+    from .calibration import Calibration
+
+PACKING_SOURCES = ("compiler/checkpoint", "compiler/cpu/weights.py", "compiler/ir", "compiler/weights",
+                   "plugins/linear/compensate.py", "plugins/linear/pack.py", "plugins/linear/quantize_weights.py",
+                   "plugins/scheme.py")
+"""Everything that decides what the bytes of a packed weight mean."""
+
+
+def packed(weight: PackedWeight, checkpoint: Checkpoint, digests: Mapping[str, str], calibration: Calibration,
+           cache: BuildCache | None) -> np.ndarray:
+    """The blob, u8. digests: of the checkpoint's tensors. Raises what the checkpoint raises."""
+    if cache is None:
+        return weight.make(checkpoint, calibration.moment(weight.name))
+    name = key(expr=weight.expr.to_json(), scheme=weight.packing.scheme,
+               tensors={tensor: digests[tensor] for tensor in weight.expr.tensor_names()},
+               calibration=calibration.key if weight.name in calibration.numbers else None,
+               versions=library_versions("numpy", "gguf"), sources=source_digest(*PACKING_SOURCES))
+    if (data := cache.get("weights", name)) is not None and len(data) == weight.size_bytes:
+        return np.frombuffer(data, np.uint8)
+    blob = weight.make(checkpoint, calibration.moment(weight.name))
+    cache.put("weights", name, blob.data)
+    return blob

@@ -1,0 +1,59 @@
+"""Weights from a checkpoint into an engine: what a build and a refit have in common."""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ingot.runtime.manifest import weight_name
+
+from .cache.build_cache import BuildCache
+from .cache.calibration import Calibration, calibrated
+from .cache.packed_weights import packed
+from .cache.tensor_digests import checkpoint_digest, tensor_digests
+from .checkpoint.checkpoint import Checkpoint
+from .clock import Clock
+from .cpu.weights import PackedWeight
+from .engine_writer import EngineWriter
+from .plan.plan import Weight
+
+
+@dataclass(frozen=True)
+class WrittenWeights:
+    """weights            name in the plan -> its blob
+    checkpoint_sha256  over all tensors of the checkpoint, used or not
+    num_calibrated     weights that were rounded for the inputs they meet
+    """
+
+    weights: dict[str, Weight]
+    checkpoint_sha256: str
+    num_calibrated: int
+    warnings: tuple[str, ...]
+
+
+def write_weights(writer: EngineWriter, weights: Sequence[PackedWeight], checkpoint: Checkpoint,
+                  tokenizer: Mapping[str, bytes], calibrate: bool, clock: Clock, cache: BuildCache | None,
+                  ) -> WrittenWeights:
+    """Pack every weight and hand it to the writer, one at a time. Raises what the checkpoint raises."""
+    from threadpoolctl import threadpool_limits
+
+    size = sum(weight.size_bytes for weight in weights)
+    with clock.stage("read", f"digests of {len(checkpoint.names())} tensors"):
+        digests = tensor_digests(checkpoint, cache)
+    calibration = Calibration()
+    if calibrate and any(weight.packing.scheme == "w4a8" for weight in weights):
+        with clock.stage("calibrate", "rounding errors of the weights"):
+            calibration = calibrated(checkpoint, digests, weights, tokenizer, cache,
+                                     lambda detail: clock.progress("calibrate", detail))
+    # Weights that would push everything else out of the cache are not kept in it.
+    keeping = cache if cache is not None and size <= cache.limit_bytes // 2 else None
+    written = {}
+    # Sums of a matrix product that threads share come out differently by their number: the same bytes need one.
+    with clock.stage("weights", f"{len(weights)} tensors, {size / 1e6:.0f} MB"), threadpool_limits(1, "blas"):
+        for number, weight in enumerate(weights, 1):
+            clock.progress("weights", f"{number}/{len(weights)} {weight.label}")
+            data = packed(weight, checkpoint, digests, calibration, keeping)
+            member = writer.add_weight(data)
+            blob = member.removeprefix("weights/").removesuffix(".bin")
+            assert member == weight_name(blob)
+            written[weight.name] = Weight(blob, data.nbytes, weight.label)
+    return WrittenWeights(written, checkpoint_digest(digests), len(calibration.numbers), calibration.warnings)
