@@ -64,6 +64,11 @@ def raise_if_failed(output: RequestOutput) -> None:
         raise output.error or RequestFailed(f"request {output.request_id} failed")
 
 
+def token_ids(field: Sequence[int], longest: int) -> Sequence[int]:
+    """A repeated field as a list; itself, to be refused, if it is too long: of millions no list is made."""
+    return list(field) if len(field) <= longest else field
+
+
 async def encode(context: ServerContext, text: str, field: str) -> list[int]:
     """Raises InvalidField if the engine has no tokenizer, or for a text that is far too long."""
     tokenizer, longest = context.tokenizer, context.limits.max_seq_len

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..sampling import SamplingParams
+from ..sampling import Guide, SamplingParams
 from .generation import sampling_params
 from .grpc_errors import InvalidField, Unsupported
 from .kserve_tensors import BOOLEANS, FLOATS, INTEGERS, TEXTS, read_inputs
@@ -51,6 +51,8 @@ INPUTS: dict[str, Input] = {
     "priority": Input(_INTEGER),
     "cache_salt": Input(_TEXT),
     "sampling_parameters": Input(_TEXT),
+    "guided_decoding_guide_type": Input(_TEXT),
+    "guided_decoding_guide": Input(_TEXT),
     "exclude_input_in_output": Input(_BOOLEAN),
 }
 # Other names of the same parameters, from Triton's TensorRT-LLM backend.
@@ -60,8 +62,10 @@ OUTPUTS = {"text_output": "BYTES", "output_ids": "INT64", "finish_reason": "BYTE
            "num_output_tokens": "UINT32", "output_log_probs": "FP32", "cum_log_probs": "FP32"}
 LOG_PROBS = ("output_log_probs", "cum_log_probs")
 
+_GUIDE_TYPE, _GUIDE = "guided_decoding_guide_type", "guided_decoding_guide"
+_GUIDES = {"json": "json_object", "json_schema": "json_schema", "regex": "regex", "ebnf_grammar": "grammar"}
 _SAMPLING = frozenset(INPUTS) - {"text_input", "input_ids", "stream", "return_log_probs", "priority", "cache_salt",
-                                 "sampling_parameters", "exclude_input_in_output"}
+                                 "sampling_parameters", "exclude_input_in_output", _GUIDE_TYPE, _GUIDE}
 _FINAL_RESPONSE = "triton_enable_empty_final_response"
 
 
@@ -94,6 +98,7 @@ def parse_infer(request: pb.ModelInferRequest, has_tokenizer: bool) -> InferRequ
     sampling = {name: value for name, value in values.items() if name in _SAMPLING}
     if any(name in LOG_PROBS for name in outputs):
         sampling["logprobs"] = 0
+    sampling["guide"] = _guide(values, names)
     names.setdefault("prompt_token_ids", names["text_input" if ids is None else "input_ids"])
     return InferRequest(text, ids, sampling_params(sampling, names), bool(values.get("stream")), outputs,
                         bool(request.raw_input_contents), marks_final, values.get("priority", 0),
@@ -143,7 +148,7 @@ def _checked(name: str, value: Any, where: str, also: str = "") -> Any:
         return value
     known = INPUTS.get(ALIASES.get(name, name))
     if known is None or name in ("text_input", "input_ids", "sampling_parameters"):
-        raise InvalidField(where, f"there is no such parameter; the parameters are: {', '.join(sorted(_SAMPLING))}")
+        raise InvalidField(where, f"there is no such parameter; the parameters are: {', '.join(sorted(INPUTS))}")
     if known.is_list:
         elements = value if isinstance(value, list) else [value]
         if not all(_is_kind(each, known.types) for each in elements):
@@ -176,6 +181,20 @@ def _decode(data: bytes, where: str) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise InvalidField(where, f"is not valid UTF-8 at byte {error.start} ({error.reason})") from None
+
+
+def _guide(values: dict[str, Any], names: dict[str, str]) -> Guide | None:
+    """Also says where errors about the guide have their field."""
+    given = [name for name in (_GUIDE_TYPE, _GUIDE) if name in values]
+    if not given:
+        return None
+    where = names["guide"] = names[given[-1]]
+    kind = values.get(_GUIDE_TYPE)
+    if kind not in _GUIDES:
+        raise InvalidField(names.get(_GUIDE_TYPE, where), f"{_GUIDE_TYPE}: expected one of {', '.join(_GUIDES)}")
+    if kind != "json" and not values.get(_GUIDE):
+        raise InvalidField(where, f"{_GUIDE}: expected the schema, pattern or grammar")
+    return Guide(_GUIDES[kind], values.get(_GUIDE, ""))
 
 
 def _outputs(request: pb.ModelInferRequest, has_tokenizer: bool, log_probs: bool) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ _TYPES: dict[str, tuple[str, str, int | None, int | None]] = {
     "BYTES": ("bytes_contents", "", None, None),
 }
 _MAX_DIMENSIONS = 8
+_MAX_TEXTS = 4096
 
 INTEGERS = frozenset({"INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64"})
 FLOATS = frozenset({"FP32", "FP64"})
@@ -89,6 +90,8 @@ def _split_bytes(data: bytes, where: str) -> list[bytes]:
     elements: list[bytes] = []
     position = 0
     while position < len(data):
+        if len(elements) == _MAX_TEXTS:
+            raise InvalidField(where, f"has more than {_MAX_TEXTS} elements")
         if position + 4 > len(data):
             raise InvalidField(where, f"element {len(elements)}: expected a length of 4 bytes, {len(data) - position} "
                                       "are left")

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from smg_grpc_proto import trtllm_service_pb2 as pb
 
-from ..sampling import Guide, SamplingParams
-from .generation import begin, raise_if_failed, sampling_params
+from ..sampling import MAX_BAD_WORDS, Guide, SamplingParams
+from .generation import begin, raise_if_failed, sampling_params, token_ids
 from .grpc_errors import InvalidField, Unsupported
 from .kv_events import KvEventRelay, serve_kv_events
 from .retention import parse_retention
@@ -66,7 +66,7 @@ class TrtllmService:
         params = _sampling_params(request, self._context.vocab_size)
         retention = parse_retention(request.kv_cache_retention, "kv_cache_retention")
         salt = request.cache_salt_id if request.HasField("cache_salt_id") else None
-        prompt = list(request.tokenized.input_token_ids)
+        prompt = token_ids(request.tokenized.input_token_ids, self._context.limits.max_seq_len)
         stream = await begin(self._context, call, request.request_id, prompt, params, NAMES, cache_salt=salt,
                              wants_text=False, **retention._asdict())
         try:
@@ -163,7 +163,7 @@ def _sampling_params(request: pb.GenerateRequest, vocab_size: int) -> SamplingPa
         **values, "max_tokens": request.max_tokens, "n": config.num_return_sequences or 1, "stop": tuple(request.stop),
         "stop_token_ids": tuple(request.stop_token_ids), "ignore_eos": request.ignore_eos,
         "include_stop": request.include_stop_token_in_output, "bad_words": tuple(request.bad),
-        "bad_token_ids": tuple((token,) for token in request.bad_token_ids),
+        "bad_token_ids": tuple((token,) for token in request.bad_token_ids[:MAX_BAD_WORDS + 1]),
         "logit_bias": _embedding_bias(request, vocab_size), "guide": _guide(request),
     }, NAMES)
 

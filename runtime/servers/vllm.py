@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from smg_grpc_proto.generated import common_pb2
 
 from ..sampling import Guide, SamplingParams
 from ..tokenizer import read_config
-from .generation import begin, encode, raise_if_failed, sampling_params
+from .generation import begin, encode, raise_if_failed, sampling_params, token_ids
 from .grpc_errors import InvalidField, Unsupported
 from .kv_events import KvEventRelay, serve_kv_events
 from .loads import Throughput
@@ -34,7 +35,7 @@ ENDLESS = ("SubscribeKvEvents",)
 _SAME = ("min_p", "frequency_penalty", "presence_penalty", "top_k", "min_tokens", "ignore_eos", "skip_special_tokens")
 NAMES = {
     "request_id": "request_id", "prompt_token_ids": "tokenized.input_ids",
-    "include_stop": "sampling_params.include_stop_str_in_output", "guide": "sampling_params.constraint",
+    "include_stop": "sampling_params.include_stop_str_in_output",
     **{name: f"sampling_params.{name}" for name in (
         *_SAME, "temperature", "top_p", "repetition_penalty", "max_tokens", "stop", "stop_token_ids", "n", "logprobs",
         "prompt_logprobs", "seed", "logit_bias")},
@@ -58,27 +59,26 @@ class VllmEngine:
         limits = self._context.limits
         prompt = await self._prompt(request)
         params = _sampling_params(request.sampling_params, limits.max_seq_len - len(prompt))
-        stream = await begin(self._context, call, request.request_id, prompt, params, NAMES, wants_text=False)
+        names = {**NAMES, "guide": f"sampling_params.{request.sampling_params.WhichOneof('constraint')}"}
+        stream = await begin(self._context, call, request.request_id, prompt, params, names, wants_text=False)
         try:
             await self._answer(request, prompt, stream, call)
         finally:
             await stream.aclose()
 
-    async def _prompt(self, request: pb.GenerateRequest) -> list[int]:
-        params = request.sampling_params
-        prompt = list(request.tokenized.input_ids)
+    async def _prompt(self, request: pb.GenerateRequest) -> Sequence[int]:
+        params, longest = request.sampling_params, self._context.limits.max_seq_len
+        prompt: Sequence[int] = request.tokenized.input_ids
         if request.WhichOneof("input") == "text":
             prompt = await encode(self._context, request.text, "text")
         if params.HasField("truncate_prompt_tokens"):
-            kept = params.truncate_prompt_tokens
-            if kept == -1:
-                kept = self._context.limits.max_seq_len - 1
+            kept = longest - 1 if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
             if kept < 1:
                 raise InvalidField("sampling_params.truncate_prompt_tokens", f"is {kept}; expected 1 or more, or -1")
             prompt = prompt[-kept:]
-        return prompt
+        return token_ids(prompt, longest)
 
-    async def _answer(self, request: pb.GenerateRequest, prompt: list[int], stream: OutputStream,
+    async def _answer(self, request: pb.GenerateRequest, prompt: Sequence[int], stream: OutputStream,
                       call: Call) -> None:
         """A chunk an output if streaming; then each answer as a whole, when it ends."""
         answers = [pb.GenerateComplete(index=index) for index in range(max(1, request.sampling_params.n))]
@@ -232,7 +232,7 @@ def _output_logprobs(logprobs: list[TokenLogprobs] | None) -> pb.OutputLogProbs 
         top_logprobs=[_top(each) for each in logprobs])
 
 
-def _input_logprobs(prompt: list[int], logprobs: list[TokenLogprobs | None]) -> pb.InputLogProbs:
+def _input_logprobs(prompt: Sequence[int], logprobs: list[TokenLogprobs | None]) -> pb.InputLogProbs:
     """The first token of a prompt has none."""
     return pb.InputLogProbs(
         token_ids=prompt,

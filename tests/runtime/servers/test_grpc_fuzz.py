@@ -231,4 +231,7 @@ def test_huge_prompts(client: Client) -> None:
     client.send(VLLM_GENERATE, test_vllm.ask(prompt=huge).SerializeToString())
     client.send(INFER, test_kserve.ask(("input_ids", "INT64", huge)).SerializeToString())
     client.send(INFER, test_kserve.ask(("text_input", "BYTES", [b"word " * 1_000_000])).SerializeToString())
-    assert client.codes == {"INVALID_ARGUMENT": 4}
+    client.send(GENERATE, test_trtllm.ask(bad_token_ids=huge).SerializeToString())
+    client.send(INFER, test_kserve.raw("BYTES", bytes(4_000_000), "stop", [1_000_000]).SerializeToString())
+    client.send(GENERATE, test_trtllm.ask(stop=["x"] * 1_000_000).SerializeToString()[:-1])
+    assert client.codes == {"INVALID_ARGUMENT": 7}

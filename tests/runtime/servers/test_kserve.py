@@ -306,6 +306,18 @@ def test_a_draining_server_is_live_but_not_ready(tmp_path: Path) -> None:
         assert "no new requests" in response.error_message and response.infer_response.id == "x"
 
 
+def test_guided_decoding(stub: Any) -> None:
+    kind: Given = ("guided_decoding_guide_type", "BYTES", [b"regex"])
+    response = stub.ModelInfer(ask(IDS, kind, ("guided_decoding_guide", "BYTES", [b"left|right"]), FIVE))
+    assert contents(response, "text_output")[0] in (b"left", b"right")
+    for given, field in (((kind,), "guided_decoding_guide_type"),
+                         ((("guided_decoding_guide", "BYTES", [b"a"]),), "guided_decoding_guide"),
+                         ((kind, ("guided_decoding_guide", "BYTES", [b"("])), "guided_decoding_guide"),
+                         ((("guided_decoding_guide_type", "BYTES", [b"xml"]),), "guided_decoding_guide_type")):
+        code, details = refused(lambda given=given: [stub.ModelInfer(ask(IDS, *given))])  # type: ignore[misc]
+        assert code == grpc.StatusCode.INVALID_ARGUMENT and f"({field}): " in details, details
+
+
 def test_cache_salt_and_other_settings_are_taken(stub: Any) -> None:
     options = {"top_p": 0.9, "top_k": 3, "min_p": 0.1, "seed": 7, "temperature": 1.0, "repetition_penalty": 1.1,
                "presence_penalty": 0.5, "frequency_penalty": 0.5, "min_tokens": 2, "ignore_eos": True,

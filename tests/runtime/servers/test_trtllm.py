@@ -1,6 +1,7 @@
 """trtllm.TrtllmService through a real server: answers, every refusal by its field, cancellation, deadlines."""
 
 import math
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -318,6 +319,22 @@ def test_embeddings_are_refused(stub: Any) -> None:
         stub.Embed(pb.EmbedRequest())
     assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
     assert "Embed" in caught.value.details()
+
+
+def test_guided_decoding(stub: Any) -> None:
+    guided = pb.GuidedDecodingParams
+    for kind, guide, pattern in ((guided.GUIDE_TYPE_REGEX, "(ab|cd)+x", r"(ab|cd)+x"),
+                                 (guided.GUIDE_TYPE_JSON_SCHEMA, '{"enum": ["yes", "no"]}', r'"(yes|no)"'),
+                                 (guided.GUIDE_TYPE_EBNF_GRAMMAR, 'start: "left" | "right"', r"left|right"),
+                                 (guided.GUIDE_TYPE_JSON, "", r"\{.*")):
+        (response,) = stub.Generate(ask(guided_decoding=guided(guide_type=kind, guide=guide), max_tokens=20))
+        text = tokenizer().decode(list(response.complete.output_token_ids))
+        assert re.match(pattern, text) or (pattern.startswith("(ab") and re.fullmatch(r"(ab|cd)*(a|c)?", text)), text
+    for kind, guide in ((guided.GUIDE_TYPE_REGEX, "("), (guided.GUIDE_TYPE_JSON_SCHEMA, "{"),
+                        (guided.GUIDE_TYPE_EBNF_GRAMMAR, "start: nothing")):
+        code, details = refused(lambda kind=kind, guide=guide: stub.Generate(  # type: ignore[misc]
+            ask(guided_decoding=guided(guide_type=kind, guide=guide))))
+        assert code == grpc.StatusCode.INVALID_ARGUMENT and details.startswith("guided_decoding: "), details
 
 
 def test_the_models_own_end_is_stripped(tmp_path: Path) -> None:

@@ -158,6 +158,22 @@ def test_log_probabilities(tmp_path: Path) -> None:
         assert list(complete.input_logprobs.token_ids) == PROMPT
 
 
+@pytest.mark.parametrize("constraint", [
+    {"choice": pb.ChoiceConstraint(choices=["left", "right"])}, {"regex": "left|right"},
+    {"grammar": 'start: "left" | "right"'}, {"json_schema": '{"enum": ["left"]}'}, {"json_object": True},
+], ids=lambda constraint: next(iter(constraint)))
+def test_constraints(stub: Any, constraint: dict[str, Any]) -> None:
+    (response,) = stub.Generate(ask(max_tokens=20, **constraint))
+    text = tokenizer().decode(list(response.complete.output_ids))
+    assert text in ("left", "right", '"left"') or (text.startswith("{") and "json_object" in constraint)
+
+
+def test_a_constraint_that_is_none_is_refused(stub: Any) -> None:
+    code, details = refused(lambda: stub.Generate(ask(regex="(")))
+    assert code == grpc.StatusCode.INVALID_ARGUMENT and details.startswith("sampling_params.regex: "), details
+    assert len(list(stub.Generate(ask(json_object=False)))) == 1
+
+
 def test_abort(tmp_path: Path) -> None:
     with replica(tmp_path, step_s=0.01) as slow, slow.channel() as channel:
         stub = rpc.VllmEngineStub(channel)
