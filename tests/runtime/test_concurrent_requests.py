@@ -24,9 +24,9 @@ from ingot.runtime.tokenizer import Tokenizer
 
 NUM_REQUESTS, NUM_PROMPTS = 200, 20
 # A few answers grow over several blocks, which is what makes a small cache run out of them; most are short.
-NUM_LONG_PROMPTS, NUM_LONG_REQUESTS = 3, 18
-LONG_ANSWER, SHORT_ANSWER = 40, 10
-KV_CACHE_TOKENS = 192
+NUM_LONG_PROMPTS, NUM_LONG_REQUESTS = 2, 14
+LONG_ANSWER, SHORT_ANSWER = 72, 10
+KV_CACHE_TOKENS = 224
 WAIT_S = 300.0
 
 DOCUMENT = ("The lighthouse keeper climbed the stairs every evening, lit the lamp, and wrote down what the sea was "
