@@ -165,6 +165,8 @@ def _tiles(p: Problem, device: Device) -> list[Tile]:
         feature_steps: tuple[int, ...] = (64, 128) if device.has_warpgroup_mma else (32, 64)
         if p.format == "nvfp4" and device.has_warpgroup_mma:
             feature_steps = (128,)  # block-scaled tcgen05 takes no fewer; below, triton falls back to bf16
+        elif _defers(p) and p.gated:
+            feature_steps = feature_steps[:1]  # four accumulators
         for features, step in product(feature_steps, channels):
             blocks = -(-p.n // features) * row_tiles(p, tokens)
             for splits in (1, 2, 4, 8, 16):
@@ -177,8 +179,8 @@ def _tiles(p: Problem, device: Device) -> list[Tile]:
     wide = (64, 128, 256) if p.rows_a_matrix > 128 and device.has_warpgroup_mma and one_accumulator else (64, 128)
     # Of equals the first is taken: copies by descriptor need fewer registers and instructions.
     for tokens, step, tma in product(wide, channels, (True, False)):
-        if tma and not device.has_tma:
-            continue
+        if tma and not (device.has_warpgroup_mma or (device.has_tma and FORMATS[p.format].bits > 4)):
+            continue  # four bits come to registers in another order than mma.sync takes them: they would spill
         if not one_accumulator and tokens > 64 and not device.has_warpgroup_mma:
             continue  # a second accumulator does not fit the registers
         blocks = -(-p.n // 128) * row_tiles(p, tokens)
@@ -188,7 +190,8 @@ def _tiles(p: Problem, device: Device) -> list[Tile]:
                 continue
             tile = Tile(128, tokens, step, splits, 8 if tokens >= 128 else 4, stages, tma)
             # Triton specializes warps for tcgen05 and for mma.sync with descriptors; for wgmma it changes nothing.
-            if tma and device.capability >= 100 and FORMATS[p.format].bits > 4 and tokens >= 128:
+            # A tile of 256 tokens leaves too few registers for it.
+            if tma and device.capability >= 100 and FORMATS[p.format].bits > 4 and tokens == 128:
                 tiles.append(replace(tile, specialize=True))
             tiles.append(tile)
     return tiles
