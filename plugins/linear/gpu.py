@@ -56,6 +56,17 @@ def _scan(x, norm_weight, xs, K: tl.constexpr, X_STRIDE: tl.constexpr, BM: tl.co
 
 
 @triton.jit
+def _groups(w, w_scale, b, b_scale, acc, base, n, k, N, W_ROW: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr,
+            TMA: tl.constexpr):
+    """acc + the weights of one group of channels times activations b [BM, GROUP], e4m3, with a scale for a block of
+    GROUP rows of w and for each token: b_scale f32 [BM]."""
+    part = dot(_weights(w, base, n, k, N, W_ROW, GROUP, True, BN, TMA), b.T, tl.zeros(acc.shape, tl.float32))
+    rows = base + tl.minimum(n + tl.arange(0, BN), N - 1)
+    s = tl.load(w_scale + rows // GROUP * (W_ROW // GROUP) + k // GROUP)
+    return acc + part * s[:, None] * b_scale[None, :]
+
+
+@triton.jit
 def _prepared(b, norm_weight, inverse, k, K: tl.constexpr, BK: tl.constexpr, QUANTIZE: tl.constexpr):
     """Activations as the matrix instruction takes them: times the norm's weight, quantized. b [BM, BK]."""
     if norm_weight is None and QUANTIZE == "":
@@ -131,7 +142,8 @@ def linear(x, w, y, sizes, order, starts, x_scale, w_scale, w_zero, scale, bias,
     sizes       i32: sizes[ROWS] is M
     order, starts  with EXPERTS matrices one below the other in w: row order[i] of y belongs to expert e for
                 starts[e] <= i < starts[e + 1]; it is made of row order[i] // SHARE of x. STEPS: of the search for e
-    x_scale     f32 [M]; nvfp4: e4m3 [M, K/16]. w_scale, w_zero: by format. scale f32 [1]: one more factor
+    x_scale     f32 [M]; fp8_block: f32 [M, K/128]; nvfp4: e4m3 [M, K/16]. w_scale, w_zero: by format
+    scale       f32 [1]: one more factor
     bias        f32, an element for each row of w; residual [M, N] in the type of y; norm_weight f32 [K]
     y_scale     f32 [1]: results are divided by it and stored as TO
     partial     f32, arrived i32 (zero before and after): where the SPLITS of K meet; the last to come adds them up in
@@ -169,11 +181,12 @@ def linear(x, w, y, sizes, order, starts, x_scale, w_scale, w_zero, scale, bias,
     squares = tl.zeros((BM,), tl.float32)
     inverse = tl.zeros((BM,), tl.float32)
     token_scale = tl.full((BM,), 1.0, tl.float32)
-    if QUANTIZE != "":
+    BLOCKS: tl.constexpr = WEIGHTS == "fp8_block"
+    if QUANTIZE != "" and not BLOCKS:
         largest, squares = _scan(x, norm_weight, xs, K, X_STRIDE, BM, BK)
         token_scale = largest / limit(QUANTIZE)
         inverse = tl.where(largest > 0, limit(QUANTIZE) / largest, 0.0)
-    elif x_scale is not None and WEIGHTS != "nvfp4":
+    elif x_scale is not None and WEIGHTS != "nvfp4" and not BLOCKS:
         token_scale = tl.load(x_scale + xs)
 
     NUM_STEPS: tl.constexpr = (K + BK * SPLITS - 1) // (BK * SPLITS)
@@ -189,6 +202,21 @@ def linear(x, w, y, sizes, order, starts, x_scale, w_scale, w_zero, scale, bias,
             acc = _scaled_blocks(w, w_scale, b, b_scale, acc, base, n, k, N, K, BK, BN, W_TMA)
             if GATED != "":
                 acc2 = _scaled_blocks(w, w_scale, b, b_scale, acc2, base + N, n, k, N, K, BK, BN, W_TMA)
+        elif BLOCKS:
+            b = _tokens(x, xs, m, k, K, X_STRIDE, BK, True, X_TMA)
+            if QUANTIZE != "":
+                wide = b.to(tl.float32)
+                if norm_weight is not None:
+                    squares += tl.sum(wide * wide, 1)
+                    wide = wide * tl.load(norm_weight + k + tl.arange(0, BK))[None, :]
+                largest = tl.max(tl.abs(wide), 1)
+                b_scale = largest / limit(QUANTIZE)
+                b = quantize(wide * tl.where(largest > 0, limit(QUANTIZE) / largest, 0.0)[:, None], QUANTIZE)
+            else:
+                b_scale = tl.load(x_scale + xs * (K // BK) + k // BK)
+            acc = _groups(w, w_scale, b, b_scale, acc, base, n, k, N, W_ROW, BK, BN, W_TMA)
+            if GATED != "":
+                acc2 = _groups(w, w_scale, b, b_scale, acc2, base + N, n, k, N, W_ROW, BK, BN, W_TMA)
         elif FOUR_BITS:
             HALF: tl.constexpr = BK // 2
             low = _tokens(x, xs, m, k, K, X_STRIDE, HALF, EVEN, X_TMA)
@@ -235,7 +263,7 @@ def linear(x, w, y, sizes, order, starts, x_scale, w_scale, w_zero, scale, bias,
                 acc2_all += tl.load(its + BN * BM + element, cache_modifier=".cg")
             squares_all += tl.load(its + ACCUMULATORS * BN * BM + tl.arange(0, BM), cache_modifier=".cg")
         tl.store(arrived + tile, 0)
-        if QUANTIZE != "":
+        if QUANTIZE != "" and not BLOCKS:
             squares_all = squares  # every split has seen the whole row
         _finish(acc_all, acc2_all, squares_all, token_scale, y, w_scale, scale, bias, residual, norm_weight, y_scale,
                 base, n, ys, inside, N, K, WEIGHTS, GATED, EPS, TO, BN)

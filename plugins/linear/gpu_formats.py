@@ -4,6 +4,7 @@
 |---|---|---|---|
 | bf16, fp16, fp32 | [N, K] | | |
 | fp8 | e4m3 [N, K] | f32 [N] | |
+| fp8_block | e4m3 [N, K], K a multiple of 128 | f32 [ceil(N / 128), K / 128] | |
 | int8 | i8 [N, K] | f32 [N] | |
 | int4 | u8 [N, Kp / 2], Kp = K up to a multiple of 128 | f16 [N, Kp / 128] | u8 [N, Kp / 128], or none: 8 |
 | nvfp4 | u8 [N, K / 2], low nibble the even channel | e4m3 [N, K / 16] | |
@@ -12,7 +13,8 @@ int4: byte j of a group of 128 channels holds channel j in its low nibble and ch
 kernel widens a tile into two dense halves. A weight is (nibble - zero) * scale. nvfp4 has one more float32 factor for
 the whole matrix.
 
-What the activations are is told apart: `Format.activations` lists what the kernels multiply a format with.
+What the activations are is told apart: `Format.activations` lists what the kernels multiply a format with. Those of
+fp8_block have a scale for every 128 channels of a token.
 """
 from __future__ import annotations
 
@@ -35,6 +37,7 @@ class Format:
     bits         of a stored weight
     scales       Triton's element type of w_scale, or ""
     channels_per_scale  0: one scale an output channel
+    rows_per_scale  output channels that share a scale
     activations  types that x may have in the matrix instruction
     """
 
@@ -44,6 +47,7 @@ class Format:
     scales: str = ""
     channels_per_scale: int = 0
     activations: tuple[str, ...] = ()
+    rows_per_scale: int = 1
 
     def stored_row(self, k: int) -> int:
         """Stored elements of a row of k channels."""
@@ -56,7 +60,8 @@ class Format:
         element = {"fp32": 4, "bf16": 2, "fp16": 2}.get(self.weights, 1)
         scale_bytes = {"": 0, "fp32": 4, "fp16": 2, "fp8e4nv": 1}[self.scales]
         num_scales = -(-k // self.channels_per_scale) if self.channels_per_scale else 1
-        return n * (self.stored_row(k) * element + num_scales * (scale_bytes + zero_points))
+        scales = -(-n // self.rows_per_scale) * num_scales * (scale_bytes + zero_points)
+        return n * self.stored_row(k) * element + scales
 
 
 FORMATS = {f.name: f for f in (
@@ -64,6 +69,7 @@ FORMATS = {f.name: f for f in (
     Format("bf16", "bf16", 16, activations=("bf16",)),
     Format("fp16", "fp16", 16, activations=("fp16",)),
     Format("fp8", "fp8e4nv", 8, "fp32", activations=("fp8",)),
+    Format("fp8_block", "fp8e4nv", 8, "fp32", GROUP, activations=("fp8",), rows_per_scale=GROUP),
     Format("int8", "i8", 8, "fp32", activations=("int8",)),
     Format("int4", "u8", 4, "fp16", GROUP, activations=("bf16", "fp16", "fp8", "int8")),
     Format("nvfp4", "u8", 4, "fp8e4nv", BLOCK, activations=("nvfp4",)),
@@ -86,8 +92,8 @@ class Packed:
 
 
 def pack(w: np.ndarray, format: Format, *, zero_points: bool = False, factor: float | None = None) -> Packed:
-    """Round w float32 [N, K] to nearest. Rows are independent but for nvfp4's factor: give it when w is a part of the
-    matrix. zero_points: int4 with a zero point a group, for the span of its weights."""
+    """Round w float32 [N, K] to nearest. Rows are independent, in fp8_block each 128 of them, but for nvfp4's factor:
+    give it when w is a part of the matrix. zero_points: int4 with a zero point a group, for the span of its weights."""
     k = w.shape[1]
     if format.name == "fp32":
         return Packed(format, k, np.ascontiguousarray(w, np.float32))
@@ -98,6 +104,9 @@ def pack(w: np.ndarray, format: Format, *, zero_points: bool = False, factor: fl
     if format.name == "fp8":
         scale = _scale(np.abs(w).max(axis=1), E4M3_MAX)
         return Packed(format, k, to_e4m3(w / _divisor(scale)[:, None]), scale)
+    if format.name == "fp8_block":
+        scale = _scale(_blocks_of(np.abs(w)).max(axis=(1, 3)), E4M3_MAX)
+        return Packed(format, k, to_e4m3(w / spread(_divisor(scale), w.shape)), scale)
     if format.name == "int8":
         scale = _scale(np.abs(w).max(axis=1), np.float32(127))
         return Packed(format, k, np.rint(w / _divisor(scale)[:, None]).clip(-127, 127).astype(np.int8), scale)
@@ -118,6 +127,8 @@ def unpack(packed: Packed) -> np.ndarray:
     assert scale is not None
     if name == "fp8":
         return from_e4m3(w) * scale[:, None]
+    if name == "fp8_block":
+        return from_e4m3(w) * spread(scale, w.shape)
     if name == "int8":
         return w.astype(np.float32) * scale[:, None]
     if name == "int4":
@@ -127,6 +138,18 @@ def unpack(packed: Packed) -> np.ndarray:
         return ((q - zero) * scale.astype(np.float32)[..., None]).reshape(len(w), -1)[:, :packed.k]
     values = from_e2m1(unpack_nibbles(w)).reshape(len(w), -1, BLOCK) * from_e4m3(scale)[..., None]
     return (values * np.float32(packed.factor)).reshape(len(w), -1)
+
+
+def spread(scale: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Scales of blocks of 128 x 128, one for each element of a matrix of that shape."""
+    return scale.repeat(GROUP, axis=0)[:shape[0]].repeat(GROUP, axis=1)[:, :shape[1]]
+
+
+def _blocks_of(w: np.ndarray) -> np.ndarray:
+    """[N, K] -> [ceil(N / 128), 128, K / 128, 128], zero beyond N."""
+    whole = np.zeros((-(-len(w) // GROUP) * GROUP, w.shape[1]), w.dtype)
+    whole[:len(w)] = w
+    return whole.reshape(-1, GROUP, w.shape[1] // GROUP, GROUP)
 
 
 def nvfp4_factor(x: np.ndarray) -> float:

@@ -6,7 +6,7 @@ from math import erf
 import numpy as np
 
 from ..gpu.floats import E4M3_MAX, from_bf16, from_e2m1, from_e4m3, to_bf16, to_e4m3
-from .gpu_formats import Packed, unpack, unpack_nibbles
+from .gpu_formats import GROUP, Packed, unpack, unpack_nibbles
 from .tactics import Problem
 
 
@@ -17,6 +17,12 @@ def quantize_tokens(x: np.ndarray, to: str) -> tuple[np.ndarray, np.ndarray]:
     inverse = np.divide(largest, most, out=np.zeros_like(most), where=most > 0)
     scaled = x * inverse[:, None]
     return (to_e4m3(scaled) if to == "fp8" else np.rint(scaled).astype(np.int8)), most / largest
+
+
+def quantize_groups(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """x float32 [M, K] -> (e4m3 bits [M, K], scale float32 [M, K / 128]): one scale for 128 channels of a token."""
+    bits, scale = quantize_tokens(x.reshape(-1, GROUP), "fp8")
+    return bits.reshape(x.shape), scale.reshape(len(x), -1)
 
 
 def values(x: np.ndarray, to: str) -> np.ndarray:
@@ -45,13 +51,16 @@ def linear(problem: Problem, x: np.ndarray, packed: Packed, *, x_scale: np.ndarr
         rows = values(x, p.float_type if p.quantizes else p.activation)
         if p.norm_eps is not None:
             rows = rows * norm_weight
-        if p.quantizes:
+        if p.quantizes and p.format == "fp8_block":
+            bits, group_scale = quantize_groups(rows.astype(np.float32))
+            rows = values(bits, "fp8") * group_scale.repeat(GROUP, axis=1)
+        elif p.quantizes:
             bits, token_scale = quantize_tokens(rows.astype(np.float32), p.activation)
             rows = values(bits, p.activation) * token_scale[:, None]
         elif p.norm_eps is not None:
             rows = from_bf16(to_bf16(rows)).astype(np.float64) if p.activation == "bf16" else rows
         if x_scale is not None:
-            rows = rows * x_scale[:, None]
+            rows = rows * (x_scale.repeat(GROUP, axis=1) if p.format == "fp8_block" else x_scale[:, None])
         if p.norm_eps is not None:
             wide = values(x, p.float_type)
             rows = rows / np.sqrt((wide * wide).mean(axis=1, keepdims=True) + p.norm_eps)

@@ -44,7 +44,8 @@ class Problem:
     float_type  "bf16", "fp16" or "fp32": of the residual, of y, and of x where the kernel prepares it itself
     rows        "T" the tokens of a step, "L" its rows of logits
     quantizes   x comes in float_type, and the kernel quantizes it by token
-    token_scales  quantized x comes with a scale a token; else its static scale is part of `scale`
+    token_scales  quantized x comes with a scale a token (fp8_block: a group of a token); else its static scale is part
+                of `scale`
     norm_eps    x is normalised first (rms_norm); None: it is not
     gated       activation of the gate; the weights are the gate's n rows, then n others: y = act(gate) * other
     y_type      "" float_type, "fp8", "int8": quantized by a static scale
@@ -76,6 +77,7 @@ class Problem:
 
     def __post_init__(self) -> None:
         assert self.activation in FORMATS[self.format].activations, self
+        assert self.format != "fp8_block" or self.quantizes != self.token_scales, f"a scale a group: {self}"
         assert not (self.quantizes and (self.token_scales or self.activation not in ("fp8", "int8"))), self
         assert not (self.norm_eps is not None and self.token_scales), f"a norm of quantized values: {self}"
         assert not self.zero_points or self.format == "int4", self
@@ -103,6 +105,8 @@ class Problem:
     @property
     def precision(self) -> str:
         """The precision whose instruction the kernel must show."""
+        if self.format == "fp8_block":
+            return "fp8"
         return "w4a8" if self.format == "int4" and self.activation in ("fp8", "int8") else self.format
 
 
@@ -123,7 +127,7 @@ class Tile:
 
 def candidates(problem: Problem, device: Device) -> Candidates:
     """Every legal tile, in a fixed order, and why others are not."""
-    name = f"linear.{problem.precision}"
+    name = f"linear.{problem.format if problem.format == 'fp8_block' else problem.precision}"
     if reason := unsupported(problem, device):
         return Candidates(refused=(Refusal(name, reason),))
     legal, refused = [], []
@@ -143,9 +147,12 @@ def candidates(problem: Problem, device: Device) -> Candidates:
 def unsupported(problem: Problem, device: Device) -> str:
     """Why no tile can serve the problem; "" if some can."""
     p = problem
-    eight = (p.format, p.activation, p.y_type)
-    if "fp8" in eight and not device.has_fp8:
+    if "fp8" in (p.precision, p.activation, p.y_type) and not device.has_fp8:
         return f"fp8 needs sm_89 or newer, this is {device.arch}"
+    if p.format == "fp8_block" and p.k % GROUP:
+        return f"fp8_block needs a multiple of {GROUP} channels, got {p.k}"
+    if p.format == "fp8_block" and p.n % GROUP and (p.gated or p.experts):
+        return f"matrices of fp8_block that lie one below the other need a multiple of {GROUP} rows, got {p.n}"
     if p.format == "nvfp4" and not device.has_fp4:
         return f"nvfp4 needs sm_100a or newer, this is {device.arch}"
     if p.activation == "int8" and device.capability == 103:
@@ -176,11 +183,13 @@ def _tiles(p: Problem, device: Device) -> list[Tile]:
                     tiles.append(Tile(features, tokens, step, splits, 4, _stages(p, device, features, tokens, step, 5)))
         return tiles
     one_accumulator = not p.gated and not _defers(p)
-    wide = (64, 128, 256) if p.rows_a_matrix > 128 and device.has_warpgroup_mma and one_accumulator else (64, 128)
+    widest = one_accumulator and not p.experts and p.rows_a_matrix > 128 and device.has_warpgroup_mma
     # Of equals the first is taken: copies by descriptor need fewer registers and instructions.
-    for tokens, step, tma in product(wide, channels, (True, False)):
+    for tokens, step, tma in product((64, 128, 256) if widest else (64, 128), channels, (True, False)):
         if tma and not (device.has_warpgroup_mma or (device.has_tma and FORMATS[p.format].bits > 4)):
             continue  # four bits come to registers in another order than mma.sync takes them: they would spill
+        if tokens > (128 if one_accumulator else 64) and not tma:
+            continue  # the rows' addresses do not fit the registers beside the sums
         if not one_accumulator and tokens > 64 and not device.has_warpgroup_mma:
             continue  # a second accumulator does not fit the registers
         blocks = -(-p.n // 128) * row_tiles(p, tokens)
@@ -203,12 +212,12 @@ def row_tiles(p: Problem, tokens: int) -> int:
 
 
 def _defers(p: Problem) -> bool:
-    """Sums of a group are scaled apart."""
-    return p.format == "int4" and p.activation in ("fp8", "int8")
+    """Sums of a group are scaled apart: a second accumulator."""
+    return p.format == "fp8_block" or (p.format == "int4" and p.activation in ("fp8", "int8"))
 
 
 def _channel_steps(p: Problem) -> tuple[int, ...]:
-    if p.format == "int4":
+    if p.format in ("int4", "fp8_block"):
         return (GROUP,)
     if p.format == "nvfp4":
         return (128, 256)
@@ -249,8 +258,8 @@ def launch(p: Problem, tile: Tile) -> GpuLaunch:
     form = FORMATS[p.format]
     parameters, constants = _parameters(p, form, tile)
     blocks = -(-p.n // tile.features) * row_tiles(p, tile.tokens)
-    words = [p.precision, p.activation if p.format == "int4" else "", f"n{p.n}", f"k{p.k}", p.rows,
-             f"{tile.features}x{tile.tokens}x{tile.channels}"]
+    words = [p.format if p.format == "fp8_block" else p.precision, p.activation if p.format == "int4" else "",
+             f"n{p.n}", f"k{p.k}", p.rows, f"{tile.features}x{tile.tokens}x{tile.channels}"]
     options = ((f"s{tile.splits}", tile.splits > 1), ("tma", tile.tma), ("ws", tile.specialize),
                ("zero", p.zero_points),
                ("quantize", p.quantizes), ("token", p.token_scales), ("scaled", p.scale), ("bias", p.bias),

@@ -21,6 +21,7 @@ def store_row(v, y, y_scale, static_scale, row, D: tl.constexpr, BLOCK: tl.const
 
     TO bf16, fp16, fp32: y [T, D]
     TO fp8, int8: y [T, D] and y_scale f32 [T], or, with static_scale f32 [1], y alone
+    TO fp8_block: y [T, D], y_scale f32 [T, D/128]
     TO nvfp4: y u8 [T, D/2], y_scale e4m3 [T, D/16], of v / static_scale
     """
     at = tl.arange(0, BLOCK)
@@ -34,6 +35,13 @@ def store_row(v, y, y_scale, static_scale, row, D: tl.constexpr, BLOCK: tl.const
         tl.store(y + row * (D // 2) + half, (low | (high << 4)).to(tl.uint8), mask=half < D // 2)
         sixteenth = tl.arange(0, BLOCK // 16)
         tl.store(y_scale + row * (D // 16) + sixteenth, scale, mask=sixteenth < D // 16)
+    elif TO == "fp8_block":
+        groups = v.reshape(BLOCK // 128, 128)
+        largest = tl.max(tl.abs(groups), 1)
+        q = quantize(groups * tl.where(largest > 0, 448.0 / largest, 0.0)[:, None], "fp8")
+        tl.store(y + row * D + at, q.reshape(BLOCK), mask=at < D)
+        group = tl.arange(0, BLOCK // 128)
+        tl.store(y_scale + row * (D // 128) + group, largest / 448.0, mask=group < D // 128)
     elif TO == "fp8" or TO == "int8":
         if static_scale is not None:
             q = v / tl.load(static_scale)

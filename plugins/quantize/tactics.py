@@ -18,8 +18,10 @@ from ..gpu.kernel import (
     symbol,
 )
 
-ELEMENTS = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8e4nv", "int8": "i8", "nvfp4": "u8"}
-BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "nvfp4": 0.5625}
+ELEMENTS = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8e4nv", "int8": "i8", "nvfp4": "u8",
+            "fp8_block": "fp8e4nv"}
+BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "nvfp4": 0.5625,
+         "fp8_block": 1.03125}
 """Of an element with its share of the scales of a block."""
 
 MAX_ROW = 32768
@@ -32,7 +34,7 @@ class Problem:
 
     m, d        the most rows of a step; channels of y
     float_type  of x
-    y_type      "fp8", "int8", "nvfp4", or a floating type
+    y_type      "fp8", "int8", "fp8_block", "nvfp4", or a floating type
     static      quantized by a scale known beforehand (nvfp4 always)
     gated       activation of the gate, or ""
     """
@@ -67,12 +69,14 @@ def candidates(problem: Problem, device: Device) -> Candidates:
 
 def unsupported_row(d: int, y_type: str, device: Device) -> str:
     """Why a row of d channels cannot be written as y_type; "" if it can."""
-    if y_type == "fp8" and not device.has_fp8:
+    if y_type in ("fp8", "fp8_block") and not device.has_fp8:
         return f"fp8 needs sm_89 or newer, this is {device.arch}"
     if y_type == "nvfp4" and not device.has_fp4:
         return f"nvfp4 needs sm_100a or newer, this is {device.arch}"
     if y_type == "nvfp4" and d % 16:
         return f"nvfp4 needs a multiple of 16 channels, got {d}"
+    if y_type == "fp8_block" and d % 128:
+        return f"fp8_block needs a multiple of 128 channels, got {d}"
     if d > MAX_ROW:
         return f"rows of {d} channels; a block holds up to {MAX_ROW}"
     return ""
@@ -84,6 +88,8 @@ def output(y_type: str, static: bool) -> tuple[dict[str, Parameter], dict[str, C
     absent: dict[str, Constant] = {"y_scale": None, "static_scale": None}
     if y_type == "nvfp4":
         parameters |= {"y_scale": "*fp8e4nv", "static_scale": "*fp32"}
+    elif y_type == "fp8_block":
+        parameters["y_scale"] = "*fp32"
     elif y_type in ("fp8", "int8"):
         parameters["static_scale" if static else "y_scale"] = "*fp32"
     return parameters, {name: None for name in absent if name not in parameters}

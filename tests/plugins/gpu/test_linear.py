@@ -10,7 +10,7 @@ from ingot.compiler.gpu.interpret import Interpreter
 from ingot.plugins.gpu.floats import from_e4m3, to_e4m3
 from ingot.plugins.linear import gpu_reference
 from ingot.plugins.linear.gpu_formats import FORMATS, nvfp4_blocks, nvfp4_factor, pack, unpack
-from ingot.plugins.linear.gpu_reference import quantize_tokens
+from ingot.plugins.linear.gpu_reference import quantize_groups, quantize_tokens
 from ingot.plugins.linear.tactics import Problem, Tile, candidates, launch
 
 from .support import assert_close, device, load, scratch, store, unwritten
@@ -38,7 +38,7 @@ def check(interpreter: Interpreter, p: Problem, tile: Tile, rows: int, seed: int
         x, arrays["x_scale"] = nvfp4_blocks(wide, factor)
         given["x_scale"], given["scale"] = arrays["x_scale"][:rows], factor * packed.factor
     elif p.x_type in ("fp8", "int8"):
-        x, token_scale = quantize_tokens(wide, p.x_type)
+        x, token_scale = quantize_groups(wide) if form.name == "fp8_block" else quantize_tokens(wide, p.x_type)
         if p.token_scales:
             arrays["x_scale"] = token_scale
             given["x_scale"] = token_scale[:rows]
@@ -109,6 +109,20 @@ def test_channels_that_fill_no_whole_step(interpreter: Interpreter, form: str) -
     check(interpreter, p, Tile(32, 16, 128), 3)
 
 
+@pytest.mark.parametrize("tile", [SPLIT4, TILED4, replace(TILED4, tma=True)], ids=["split", "tiled", "tma"])
+def test_scales_of_blocks(interpreter: Interpreter, tile: Tile) -> None:
+    """DeepSeek's format: 128 x 128 weights share a scale, and 128 channels of a token."""
+    rows = 70 if tile.tokens > 16 else 9
+    plain = Problem(rows + 2, 200, 256, "fp8_block", "fp8", "fp32", token_scales=True, bias=True)
+    check(interpreter, plain, tile, rows)
+    gated = Problem(rows + 2, 128, 256, "fp8_block", "fp8", "fp32", token_scales=True, gated="silu")
+    check(interpreter, gated, tile, rows)
+    if tile is SPLIT4:
+        for norm in (None, 1e-6):
+            p = Problem(16, 128, 256, "fp8_block", "fp8", "fp32", quantizes=True, norm_eps=norm, residual=True)
+            check(interpreter, p, tile, 6)
+
+
 def test_zero_points(interpreter: Interpreter) -> None:
     check(interpreter, Problem(16, 48, 256, "int4", "int8", "fp32", zero_points=True, token_scales=True), SPLIT4, 16)
     check(interpreter, Problem(16, 48, 256, "int4", "bf16", zero_points=True), TILED4, 2)
@@ -145,7 +159,8 @@ def test_residual_and_rows_of_logits(interpreter: Interpreter) -> None:
 
 def test_quantization_loses_little() -> None:
     w = np.random.default_rng(0).standard_normal((64, 512)).astype(np.float32)
-    for name, most in (("fp8", 0.028), ("int8", 0.01), ("int4", 0.12), ("nvfp4", 0.11), ("bf16", 0.002)):
+    for name, most in (("fp8", 0.028), ("fp8_block", 0.03), ("int8", 0.01), ("int4", 0.12), ("nvfp4", 0.11),
+                       ("bf16", 0.002)):
         packed = pack(w, FORMATS[name])
         error = np.sqrt(np.mean((unpack(packed) - w) ** 2))
         assert most / 3 < error < most, name
@@ -169,6 +184,9 @@ def test_refusals_say_why() -> None:
     assert "nvfp4 needs sm_100a" in reason(nvfp4) and candidates(nvfp4, device("sm_120a")).legal
     assert "16 bytes" in reason(replace(nvfp4, k=272), device("sm_100a"))
     assert "16 bytes" in reason(replace(p, k=250))
+    assert "multiple of 128 channels, got 192" in reason(replace(p, format="fp8_block", k=192))
+    assert "multiple of 128 rows, got 64" in reason(replace(p, format="fp8_block", gated="silu"))
+    assert "fp8 needs sm_89" in reason(replace(p, format="fp8_block"), A100)
     assert "up to 16 rows, this bucket has 64" in reason(Problem(64, 64, 256, "bf16", "bf16", norm_eps=1e-6))
     assert "no int8" in reason(Problem(16, 64, 256, "int8", "int8", token_scales=True), device("sm_103a"))
 

@@ -69,3 +69,15 @@ def test_prologue_and_gate_of_generation(arch: str, precision: str) -> None:
     kernel = candidates(p, device(arch)).legal[-1].launches[0].kernel
     code = compiled([kernel], arch)[kernel]
     assert {operand_bits(name) for name in code.matrix} == {BITS[precision]} and code.spill_stores == 0
+
+
+@pytest.mark.parametrize("arch", [pytest.param("sm_90a"), pytest.param("sm_89", marks=pytest.mark.slow),
+                                  pytest.param("sm_100a", marks=pytest.mark.slow),
+                                  pytest.param("sm_120a", marks=pytest.mark.slow)])
+def test_scales_of_blocks(arch: str) -> None:
+    kernels = []
+    for m in (8, 2048):
+        p = Problem(m, 4096, 4096, "fp8_block", "fp8", token_scales=True, residual=True)
+        kernels += sample(tuple(c.launches[0].kernel for c in candidates(p, device(arch)).legal))
+    for kernel, code in compiled(kernels, arch).items():
+        assert {operand_bits(name) for name in code.matrix} == {8} and code.spill_stores == 0, kernel.symbol

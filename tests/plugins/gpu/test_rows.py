@@ -12,7 +12,7 @@ from ingot.plugins.embedding.tactics import candidates as embedding_candidates
 from ingot.plugins.gpu.floats import E4M3_MAX, from_e2m1, from_e4m3, to_e4m3
 from ingot.plugins.gpu.kernel import Candidates
 from ingot.plugins.linear.gpu_formats import nvfp4_blocks, unpack_nibbles
-from ingot.plugins.linear.gpu_reference import activate, quantize_tokens
+from ingot.plugins.linear.gpu_reference import activate, quantize_groups, quantize_tokens
 from ingot.plugins.norm.reference import layer_norm, rms_norm
 from ingot.plugins.norm.tactics import Problem as Norm
 from ingot.plugins.norm.tactics import candidates as norm_candidates
@@ -84,6 +84,17 @@ def test_quantize(interpreter: Interpreter, y_type: str, static: bool, gated: st
     wide = load(x[:T], "fp16")
     wanted = activate(wide[:, :d], gated) * wide[:, d:2 * d] if gated else wide[:, :d]
     check_output(out, wanted, y_type, static, T)
+
+
+def test_a_scale_for_each_group(interpreter: Interpreter) -> None:
+    x = np.random.default_rng(6).standard_normal((T, 384)).astype(np.float32)
+    out = run(interpreter, quantize_candidates(Quantize(T, 384, "fp32", "fp8_block"), B200), {
+        "x": x, "sizes": np.array([T, 1, 1], np.int32), "y": np.full((T, 384), 0x55, np.uint8),
+        "y_scale": np.full((T, 3), np.nan, np.float32)})
+    bits, scale = quantize_groups(x)
+    assert np.allclose(out["y_scale"], scale, rtol=1e-6)
+    assert (from_e4m3(out["y"]) == from_e4m3(bits)).mean() > 0.98
+    assert "multiple of 128" in quantize_candidates(Quantize(T, 200, "fp32", "fp8_block"), B200).refused[0].reason
 
 
 def test_rows_of_zeros(interpreter: Interpreter) -> None:
