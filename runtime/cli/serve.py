@@ -122,7 +122,8 @@ async def _serve(loaded: LoadedEngine, settings: ServerSettings, arguments: argp
     model_name = arguments.model_name or loaded.file.manifest["model"]["name"]
     context = ServerContext(
         AsyncEngine(loaded.executor), loaded.file, loaded.tokenizer, loaded.limits, loaded.vocab_size,
-        loaded.stop_token_ids, model_name, _with_scheduling(settings, facts))
+        loaded.stop_token_ids, model_name, _with_scheduling(settings, facts),
+        loaded.kv.longest(loaded.limits.max_seq_len))
     must_end = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -7,6 +7,7 @@ cache; only its EventBuffer may be read by others. docs/kv-cache.md tells the de
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from math import inf
 
@@ -77,6 +78,10 @@ class KvCache:
         return sum(
             len(group.tables) * group.blocks_at_once(num_tokens, chunk, self.block_size) for group in self.groups
         )
+
+    def longest(self, limit: int) -> int:
+        """The length of the longest sequence, of at most `limit` tokens, that could have the whole cache."""
+        return bisect_right(range(1, limit + 1), self.num_blocks, key=self.needed)
 
     def probe(self, seq: KvSequence) -> Probe:
         """What the cache could give a sequence that is not active. No side effect."""

@@ -43,6 +43,7 @@ class ServerSettings:
 class ServerContext:
     """limits: those that the engine is served with, at most those that it was built for.
 
+    kv_len          tokens that a single sequence has room for in the KV cache; None: as many as the limits say
     stop_token_ids  the tokens that the model ends its answers with; the executor knows them
     """
 
@@ -54,6 +55,13 @@ class ServerContext:
     stop_token_ids: frozenset[int]
     model_name: str
     settings: ServerSettings
+    kv_len: int | None = None
+
+    @property
+    def default_len(self) -> int:
+        """How long a sequence may become whose request does not say it: what could run."""
+        longest = self.limits.max_seq_len
+        return longest if self.kv_len is None else min(longest, self.kv_len)
 
 
 class Server(Protocol):

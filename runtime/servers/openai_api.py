@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, aclosing
+from dataclasses import replace
 from typing import Any
 
 from aiohttp import web
@@ -79,7 +80,11 @@ class OpenAiApi:
     async def chat(self, request: web.Request) -> web.StreamResponse:
         context = self._context
         call = parse_chat(await request.read(), context.model_name, self._defaults, context.limits.max_seq_len)
-        return await self._answer(request, call, [await self._render(call)])
+        prompt = await self._render(call)
+        if call.fills_room:
+            room = max(1, context.default_len - len(prompt))
+            call = replace(call, params=replace(call.params, max_tokens=room))
+        return await self._answer(request, call, [prompt])
 
     async def _encode(self, prompt: str | list[int], name: str) -> list[int]:
         if isinstance(prompt, list):

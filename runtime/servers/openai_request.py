@@ -101,6 +101,7 @@ class Call:
     echo           the prompt is part of the answer
     num_logprobs   alternatives told for each token; None: no logprobs
     no_answer      max_tokens was 0: only the prompt is echoed or scored
+    fills_room     max_tokens was not given: the answer may become as long as there is room
     """
 
     params: SamplingParams
@@ -111,6 +112,7 @@ class Call:
     include_usage: bool = False
     echo: bool = False
     no_answer: bool = False
+    fills_room: bool = False
     num_logprobs: int | None = None
     return_token_ids: bool = False
     priority: int = 0
@@ -164,7 +166,8 @@ def parse_chat(data: bytes, model: str, defaults: Mapping[str, Any], max_seq_len
         raise invalid("chat_template_kwargs", f"chat_template_kwargs: {reserved.pop()} is a field of its own")
     template = {**template, "add_generation_prompt": body.get("add_generation_prompt", True)}
     messages = [chat_message(f"messages[{index}]", message) for index, message in enumerate(body["messages"])]
-    return Call(params, messages=messages, template=template, num_logprobs=num_logprobs, **_delivery(body))
+    return Call(params, messages=messages, template=template, num_logprobs=num_logprobs,
+                fills_room=not {"max_tokens", "max_completion_tokens"} & set(body), **_delivery(body))
 
 
 def _known(body: dict[str, Any], known: dict[str, Check]) -> dict[str, Any]:

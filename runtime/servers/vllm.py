@@ -56,9 +56,8 @@ class VllmEngine:
     async def Generate(self, request: pb.GenerateRequest, call: Call) -> None:
         self._last_request = time.time()
         _refuse_unsupported(request)
-        limits = self._context.limits
         prompt = await self._prompt(request)
-        params = _sampling_params(request.sampling_params, limits.max_seq_len - len(prompt))
+        params = _sampling_params(request.sampling_params, self._context.default_len - len(prompt))
         names = {**NAMES, "guide": f"sampling_params.{request.sampling_params.WhichOneof('constraint')}"}
         stream = await begin(self._context, call, request.request_id, prompt, params, names, wants_text=False)
         try:

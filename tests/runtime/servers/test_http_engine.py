@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -11,12 +12,14 @@ from pathlib import Path
 import openai
 import pytest
 
+from ingot.compiler.build import BuildRequest, build
 from ingot.runtime.engine import Engine
 from ingot.runtime.executor.async_engine import AsyncEngine
 from ingot.runtime.executor.loading import EngineOptions, LoadedEngine
 from ingot.runtime.sampling import SamplingParams
 from ingot.runtime.servers import http_server
 from ingot.runtime.servers.context import ServerContext, ServerSettings
+from tests.runtime.mock_engine import TEMPLATE
 from tests.runtime.servers.scripted_engine import running
 from tests.runtime.servers.test_metrics_text import page, samples
 
@@ -26,7 +29,8 @@ def serving(path: Path, options: EngineOptions) -> Iterator[tuple[str, LoadedEng
     with LoadedEngine(path, options) as loaded:
         async def start() -> http_server.HttpServer:
             context = ServerContext(AsyncEngine(loaded.executor), loaded.file, loaded.tokenizer, loaded.limits,
-                                    loaded.vocab_size, loaded.stop_token_ids, "tiny", ServerSettings())
+                                    loaded.vocab_size, loaded.stop_token_ids, "tiny", ServerSettings(),
+                                    loaded.kv.longest(loaded.limits.max_seq_len))
             return await http_server.start(context, "127.0.0.1:0")
 
         with running(start) as address:
@@ -155,3 +159,17 @@ def test_many_at_once_answer_as_one_by_one(mock_path: Path) -> None:
     with serving(mock_path, EngineOptions(kv_cache_tokens=150, num_workers=1)) as (address, loaded):
         assert asyncio.run(ask(address, 30)) == asyncio.run(ask(address, 1))
         assert settled(loaded)
+
+
+def test_a_chat_that_names_no_length_gets_what_room_there_is(speaking_checkpoint: Path, tmp_path: Path) -> None:
+    checkpoint = shutil.copytree(speaking_checkpoint, tmp_path / "chatty")
+    (checkpoint / "chat_template.jinja").write_text(TEMPLATE)
+    path = tmp_path / "chatty.engine"
+    build(BuildRequest(str(checkpoint), "cpu", "fp32", path, max_batch_size=2, max_num_tokens=8, calibrate=False))
+    with serving(path, EngineOptions(kv_cache_tokens=64, num_workers=1)) as (address, loaded), \
+            client_of(address) as client:
+        assert loaded.kv.longest(loaded.limits.max_seq_len) == 64 < loaded.limits.max_seq_len
+        answer = client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "Hi"}], extra_body={"ignore_eos": True})
+        assert answer.choices[0].finish_reason == "length"
+        assert answer.usage is not None and answer.usage.total_tokens == 64
