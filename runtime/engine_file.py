@@ -5,6 +5,9 @@ header, no gap, no overlap, nothing appended), the manifest, the table of member
 code. It reads neither weights nor tokenizer. `read` checks the hash of what it returns. `verify` checks every hash, so
 that after it no byte of the file is unchecked.
 
+A stripped engine has the manifest of the whole one, and so its hash, but no weights. They are files elsewhere, such as
+in a store, that `find_blob` finds by their SHA-256.
+
 A mapped engine must not be changed in place; writing a new one over it is safe, for the writer replaces the name and
 leaves the old file to those who have it mapped.
 """
@@ -15,9 +18,10 @@ import mmap
 import os
 import stat
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -49,6 +53,14 @@ _CHUNK_BYTES = 1 << 20
 _JUNK_SEARCH_BYTES = 1 << 16
 
 
+FindBlob = Callable[[str], Path | None]
+"""SHA-256 of a blob -> a file that holds it, or None."""
+
+
+class WeightsMissing(RequestError):
+    """A stripped engine's weights are asked for, and are not to be found."""
+
+
 @dataclass(frozen=True, slots=True)
 class MemberCheck:
     """A member whose data were found to have the SHA-256 that the manifest gives and the CRC-32 of the directory."""
@@ -66,22 +78,25 @@ class EngineFile:
     manifest  its content
     plan      content of plan.json, parsed when first asked for
     members   name -> Member (size, offsets), in the order of the directory: manifest, plan, code, …
+    stripped  name -> size in bytes of the weights that the file lacks; empty for a whole engine
     """
 
     path: str
     hash: str
     manifest: dict[str, Any]
     members: Mapping[str, Member]
+    stripped: Mapping[str, int]
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> Self:
-        """Opens and checks the engine at `path`.
+    def open(cls, path: str | os.PathLike[str], find_blob: FindBlob | None = None) -> Self:
+        """Opens and checks the engine at `path`. find_blob: where the weights of a stripped engine are.
 
         Raises RequestError when there is no readable file, else EngineFormatError or one of its kinds: NotAnEngine,
         EngineTruncated, EngineVersionError, EngineHashMismatch.
         """
         engine = cls()
         engine.path = os.fspath(path)
+        engine._find_blob = find_blob
         engine._file = _open_file(engine.path)
         try:
             engine._check()
@@ -96,6 +111,7 @@ class EngineFile:
     def __init__(self) -> None:
         self._file: io.FileIO
         self._map: mmap.mmap | None = None
+        self._find_blob: FindBlob | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -117,7 +133,11 @@ class EngineFile:
             raise EngineFormatError(f"{self.path}: {error}") from None
 
     def read(self, name: str) -> bytes:
-        """The data of a member, whose hash is checked. Raises EngineFormatError."""
+        """The data of a member, whose hash is checked. Raises EngineFormatError, WeightsMissing."""
+        if name in self.stripped:
+            data = b"".join(self._blob_chunks(name))
+            self._check_blob(name, [data])
+            return data
         member = self._member(name)
         try:
             data = _read(self._file, member.data_offset, member.size, f"member {name}")
@@ -129,10 +149,14 @@ class EngineFile:
     def map(self, name: str) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
         """The data of a member as a read-only [size] uint8 array that starts on a page; nothing is copied.
 
-        All members share one mapping. The hash is not checked here: call `verify` once for a new file.
+        All members share one mapping; weights of a stripped engine have their own. The hash is not checked here: call
+        `verify` once for a new file. Raises EngineFormatError, WeightsMissing.
         """
         import numpy as np  # inspecting and verifying an engine needs no arrays and should not wait for numpy
 
+        if name in self.stripped:
+            path = self._blob(name)
+            return np.memmap(path, np.uint8, "r").view(np.ndarray) if self.stripped[name] else np.zeros(0, np.uint8)
         member = self._member(name)
         if self._map is None:
             self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -143,17 +167,22 @@ class EngineFile:
     def verify(self, on_progress: Callable[[int, int], None] | None = None) -> list[MemberCheck]:
         """Checks the hash of every member and that the plan is canonical; `on_progress(bytes done, bytes in all)`.
 
-        Raises EngineHashMismatch that lists every member that fails, expected and got.
+        Of a stripped engine that was opened with `find_blob`, the weights too, wherever they lie. Raises
+        EngineHashMismatch that lists every member that fails, expected and got; WeightsMissing.
         """
-        total = sum(member.size for member in self.members.values())
+        elsewhere = self.stripped if self._find_blob is not None else {}
+        total = sum(member.size for member in self.members.values()) + sum(elsewhere.values())
         done = 0
         failures = []
-        for member in self.members.values():
+        for name in (*self.members, *elsewhere):
             try:
-                self._check_hash(member, self._chunks(member))
+                if name in elsewhere:
+                    self._check_blob(name, self._blob_chunks(name))
+                else:
+                    self._check_hash(self.members[name], self._chunks(self.members[name]))
             except EngineHashMismatch as error:
                 failures.append(str(error))
-            done += member.size
+            done += elsewhere[name] if name in elsewhere else self.members[name].size
             if on_progress is not None:
                 on_progress(done, total)
         if failures:
@@ -161,7 +190,8 @@ class EngineFile:
                 f"{self.path}: {len(failures)} of {len(self.members)} members are damaged:\n  " + "\n  ".join(failures)
             )
         parse_canonical(self.read(PLAN), f"{self.path}: {PLAN}")
-        return [MemberCheck(member.name, member.size, self._sha256(member.name)) for member in self.members.values()]
+        sizes = {name: member.size for name, member in self.members.items()} | dict(elsewhere)
+        return [MemberCheck(name, size, self._sha256(name)) for name, size in sizes.items()]
 
     def _sha256(self, name: str) -> str:
         return self.hash if name == MANIFEST else self.manifest["members"][name]["sha256"]
@@ -188,9 +218,35 @@ class EngineFile:
         self.manifest = parse_canonical(data, MANIFEST)
         check_manifest(self.manifest)
         check_members(self.manifest, self.members)
+        table = self.manifest["members"]
+        self.stripped = {name: table[name]["size"] for name in table if name not in self.members}
         for member in listed:
             if section(member.name) in (PLAN, "code/"):
                 self._check_hash(member, self._chunks(member))
+
+    def _blob(self, name: str) -> Path:
+        """The file of a weight that this one lacks; its size is right."""
+        path = None if self._find_blob is None else self._find_blob(self._sha256(name))
+        if path is None:
+            where = "in the store" if self._find_blob is not None else "known without a store"
+            raise WeightsMissing(f"{self.path} was written without its weights, and {name} is not {where}.\n"
+                                 f"  Put them in again: ingot refit {self.path} --weights CHECKPOINT -o FILE")
+        if (size := path.stat().st_size) != self.stripped[name]:
+            raise EngineHashMismatch(f"{path} has {size} bytes, {name} of {self.path} has {self.stripped[name]}")
+        return path
+
+    def _blob_chunks(self, name: str) -> Iterator[bytes]:
+        with open(self._blob(name), "rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                yield chunk
+
+    def _check_blob(self, name: str, chunks: Iterable[bytes]) -> None:
+        digest = hashlib.sha256()
+        for chunk in chunks:
+            digest.update(chunk)
+        if digest.hexdigest() != self._sha256(name):
+            raise EngineHashMismatch(f"{self._blob(name)}: data have SHA-256 {digest.hexdigest()}, expected "
+                                     f"{self._sha256(name)}")
 
     def _chunks(self, member: Member) -> Iterator[bytes]:
         for offset in range(member.data_offset, member.end_offset, _CHUNK_BYTES):

@@ -2,8 +2,9 @@
 
     FOLDER/<kind>/<first two digits>/<key>      magic, SHA-256 of the data, the data
 
-An entry appears by one rename and is never changed, so that builds may run side by side and be killed at any moment: two
-that make the same entry write the same bytes, and what a killed one leaves is a hidden file that the next trim removes.
+An entry appears by one rename and is never changed, so that builds may run side by side and be killed at any moment:
+two that make the same entry write the same bytes, and what a killed one leaves is a hidden file that a later trim
+removes.
 An entry is checked when it is read; a damaged one is removed and made again. The time of last use is the file's own
 modification time. A cache that cannot be written is no reason for a build to fail.
 """

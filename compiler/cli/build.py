@@ -4,10 +4,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from ingot.runtime.cli.output import Progress, print_json, size, table
+from ingot.runtime.cli.output import print_json, size, table
 
 from ..build import BuildRequest, BuildResult, build
 from ..cache.build_cache import BuildCache
+from .report import Report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,42 +43,19 @@ def run(arguments: argparse.Namespace) -> int:
         dry_run=arguments.dry_run, force=arguments.force, compiler=arguments.compiler,
         calibrate=arguments.calibrate, name=arguments.name, strip_weights=arguments.strip_weights,
     )
-    report = _Report(not arguments.json)
-    try:
+    with Report(not arguments.json) as report:
         result = build(request, report, BuildCache() if arguments.cache else None)
-    finally:
-        report.end()
     for warning in result.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if arguments.json:
         print_json({
             "path": str(result.path) if result.path else None, "hash": result.hash or None,
-            "seconds": result.seconds, "reused": result.reused, "warnings": list(result.warnings), "manifest": result.manifest,
+            "seconds": result.seconds, "reused": result.reused, "warnings": list(result.warnings),
+            "manifest": result.manifest,
         })
     else:
         print(_summary(result))
     return 0
-
-
-class _Report:
-    """Tells the stages of a build on stderr: a line for each, and what it is at in a line that is rewritten."""
-
-    def __init__(self, enabled: bool) -> None:
-        self._enabled = enabled
-        self._line = Progress(enabled)
-        self._stage = ""
-
-    def __call__(self, stage: str, detail: str) -> None:
-        if stage != self._stage:
-            self._line.clear()
-            self._stage = stage
-            if self._enabled:
-                print(f"{stage:<9} {detail}", file=sys.stderr, flush=True)
-        else:
-            self._line.show(f"{stage:<9} {detail}")
-
-    def end(self) -> None:
-        self._line.clear()
 
 
 def _summary(result: BuildResult) -> str:

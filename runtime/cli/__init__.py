@@ -33,6 +33,8 @@ VERBS = {
     "bench": Verb("ingot.runtime.cli.bench", "load on an engine or a server, and how long each request took"),
     "verify": Verb("ingot.runtime.cli.verify", "check every byte of an engine"),
     "compare": Verb("ingot.compiler.cli.compare", "an engine against its checkpoint, layer by layer"),
+    "diff": Verb("ingot.runtime.cli.diff", "what differs between two engines, and why"),
+    "refit": Verb("ingot.compiler.cli.refit", "new weights in an engine, without compiling"),
     "cache": Verb("ingot.compiler.cli.cache", "what builds have kept for later builds"),
     "targets": Verb("ingot.compiler.cli.targets", "what engines can be built for"),
     "doctor": Verb("ingot.runtime.cli.doctor", "what this machine can build and run"),

@@ -1,0 +1,149 @@
+"""ingot refit: the weights of another checkpoint of the same architecture in an engine, without compiling.
+
+What comes out is, byte for byte, the engine that a build of that checkpoint by the same recipe would write, and so it
+has the same hash: code and plan depend on the configuration and the layout of the tensors alone, weights on recipes that
+the engine carries (refit.json). Neither torch nor a C compiler takes part, unless weights are calibrated or the files of
+the tokenizer differ.
+"""
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ingot.runtime.engine_file import EngineFile
+from ingot.runtime.engine_format import PLAN
+from ingot.runtime.errors import RequestError
+from ingot.runtime.manifest import canonical_json
+
+from .cache.build_cache import BuildCache
+from .checkpoint.checkpoint import Checkpoint
+from .clock import Clock, Progress
+from .engine_writer import EngineWriter
+from .model_facts import ModelFacts, model_facts
+from .model_source import open_checkpoint_source
+from .refit_record import (
+    REFIT_MEMBER,
+    RefitRecord,
+    layout,
+    packing_digest,
+    parse_refit_record,
+    refit_record,
+    sides_digest,
+)
+from .write_weights import write_weights
+
+
+class CannotRefit(RequestError):
+    """The checkpoint is of another architecture than the engine, or the engine of another Ingot; names the first
+    difference."""
+
+
+@dataclass(frozen=True)
+class RefitRequest:
+    """weights  checkpoint folder, hub name, or GGUF file
+    name     what the engine will call its model; default: as in BuildRequest
+    """
+
+    engine: Path
+    weights: str
+    output: Path
+    name: str | None = None
+    force: bool = False
+    strip_weights: bool = False
+
+
+@dataclass(frozen=True)
+class RefitResult:
+    path: Path
+    hash: str
+    manifest: dict[str, Any]
+    seconds: dict[str, float]
+    warnings: tuple[str, ...]
+
+
+def refit(request: RefitRequest, progress: Progress = lambda stage, detail: None,
+          cache: BuildCache | None = None) -> RefitResult:
+    """Write the engine with the checkpoint's weights.
+
+    Raises CannotRefit, RequestError, WorkFailed; nothing is left behind then.
+    """
+    clock = Clock(progress)
+    source = open_checkpoint_source(request.weights, request.name)
+    checkpoint = source.checkpoint
+    with EngineFile.open(request.engine) as engine:
+        with clock.stage("check", f"{checkpoint.path} against {request.engine}"):
+            record = _record(engine)
+            _require_same_layout(engine, record, checkpoint)
+            facts = _facts(engine, record, checkpoint, cache)
+            _require_same(engine, "config.json", record.config, facts.config)
+        manifest = {name: value for name, value in engine.manifest.items() if name not in ("format_version", "members")}
+        manifest["model"] = manifest["model"] | {"name": source.name}
+        manifest["recipe"] = manifest["recipe"] | {"name": source.name}
+        size = 0 if request.strip_weights else manifest["memory"]["weights_bytes"]
+        with EngineWriter(request.output, request.force, size, request.strip_weights) as writer:
+            written = write_weights(writer, record.weights, checkpoint, facts.tokenizer,
+                                    manifest["recipe"]["calibrate"], clock, cache)
+            manifest["model"]["checkpoint_sha256"] = written.checkpoint_sha256
+            manifest["num_calibrated_weights"] = written.num_calibrated
+            with clock.stage("write", str(request.output)):
+                plan = engine.plan | {"weights": {name: vars(weight) for name, weight in written.weights.items()}}
+                writer.add(PLAN, canonical_json(plan))
+                writer.add(REFIT_MEMBER, refit_record(checkpoint, facts, record.weights))
+                for name, data in facts.tokenizer.items():
+                    writer.add(f"tokenizer/{name}", data)
+                for name in engine.members:
+                    if name.startswith(("code/", "debug/")):
+                        writer.add(name, engine.read(name))
+                engine_hash = writer.finish(manifest)
+    if cache is not None:
+        cache.trim()
+    return RefitResult(request.output, engine_hash, manifest, clock.seconds, (*facts.warnings, *written.warnings))
+
+
+def _record(engine: EngineFile) -> RefitRecord:
+    if REFIT_MEMBER not in engine.members:
+        raise CannotRefit(f"{engine.path} has no {REFIT_MEMBER}, which tells how its weights are made; build it again")
+    # The plan names weights in any order (its JSON is sorted); their names are numbered in the order of writing.
+    order = sorted(engine.plan["weights"], key=lambda name: int(name[1:]))
+    record = parse_refit_record(engine.read(REFIT_MEMBER), order, engine.path)
+    if record.packing_sha256 != packing_digest():
+        raise CannotRefit(f"{engine.path} was built by Ingot {engine.manifest['ingot_version']}, whose layout of "
+                          "packed weights may differ from this one's.\n  Refit it with that version, or build it "
+                          "again.")
+    return record
+
+
+def _require_same_layout(engine: EngineFile, record: RefitRecord, checkpoint: Checkpoint) -> None:
+    expected, got = record.tensors, layout(checkpoint)
+    for name in sorted(expected.keys() | got.keys()):
+        if expected.get(name) != got.get(name):
+            raise CannotRefit(f"{checkpoint.path} is of another architecture than {engine.path}; the first tensor that "
+                              f"differs is {name}:\n  expected {_shown(expected.get(name))}, got "
+                              f"{_shown(got.get(name))}")
+
+
+def _shown(entry: list[Any] | None) -> str:
+    return "no such tensor" if entry is None else f"{entry[0]}{entry[1]}"
+
+
+def _facts(engine: EngineFile, record: RefitRecord, checkpoint: Checkpoint, cache: BuildCache | None) -> ModelFacts:
+    """Those of the engine, if the checkpoint's files say the same; else through transformers."""
+    if not record.sides_sha256 or record.sides_sha256 != sides_digest(checkpoint):
+        return model_facts(checkpoint, cache)
+    model = engine.manifest["model"]
+    tokenizer = {name.removeprefix("tokenizer/"): engine.read(name) for name in engine.members
+                 if name.startswith("tokenizer/")}
+    return ModelFacts(record.config, model["config_sha256"], model["architecture"], None, tokenizer, ())
+
+
+def _require_same(engine: EngineFile, place: str, expected: Any, got: Any) -> None:
+    """Raises CannotRefit with the first entry that differs, however deep."""
+    if isinstance(expected, Mapping) and isinstance(got, Mapping):
+        for name in sorted(expected.keys() | got.keys()):
+            _require_same(engine, f"{place}: {name}", expected.get(name), got.get(name))
+    elif expected != got:
+        raise CannotRefit(f"the checkpoint's configuration is not that of {engine.path}: {place}: expected "
+                          f"{json.dumps(expected)}, got {json.dumps(got)}")
