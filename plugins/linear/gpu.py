@@ -92,14 +92,15 @@ def _widened(q, zero, TO: tl.constexpr):
 
 
 @triton.jit
-def _four_bits(w, scale, zero, b_low, b_high, acc, base, n, k, N, W_ROW: tl.constexpr, GROUPS: tl.constexpr,
+def _four_bits(w, scale, zero, b_low, b_high, acc, matrix, base, n, k, N, W_ROW: tl.constexpr, HEIGHT: tl.constexpr,
                HALF: tl.constexpr, BN: tl.constexpr, TMA: tl.constexpr, DEFER: tl.constexpr):
     """acc + the group's weights times activations. A byte holds channel j of the group below and j + HALF above, so
     both halves are dense tiles. DEFER: integers are multiplied, and the sum is scaled; else the weights are scaled and
-    rounded to the activations' type, as a dequantized checkpoint has them."""
+    rounded to the activations' type, as a dequantized checkpoint has them. matrix: row of w at which the matrix of
+    HEIGHT rows begins; scale and zero [K / group, HEIGHT] of each matrix."""
     packed = _weights(w, base, n, k // 2, N, W_ROW, HALF, True, BN, TMA)
-    rows = base + tl.minimum(n + tl.arange(0, BN), N - 1)
-    at = rows * GROUPS + k // (2 * HALF)
+    rows = base - matrix + tl.minimum(n + tl.arange(0, BN), N - 1)
+    at = matrix * (W_ROW // HALF) + k // (2 * HALF) * HEIGHT + rows
     s = tl.load(scale + at).to(tl.float32)
     z = tl.load(zero + at).to(tl.int8)[:, None] if zero is not None else 8
     kind: tl.constexpr = b_low.dtype
@@ -226,11 +227,11 @@ def linear(x, w, y, sizes, order, starts, x_scale, w_scale, w_zero, scale, bias,
                 squares += tl.sum(high.to(tl.float32) * high.to(tl.float32), 1)
             low = _prepared(low, norm_weight, inverse, k, K, HALF, QUANTIZE)
             high = _prepared(high, norm_weight, inverse, k + HALF, K, HALF, QUANTIZE)
-            acc = _four_bits(w, w_scale, w_zero, low, high, acc, base, n, k, N, W_ROW, W_ROW // HALF, HALF, BN, W_TMA,
+            acc = _four_bits(w, w_scale, w_zero, low, high, acc, base, base, n, k, N, W_ROW, HEIGHT, HALF, BN, W_TMA,
                              DEFER)
             if GATED != "":
-                acc2 = _four_bits(w, w_scale, w_zero, low, high, acc2, base + N, n, k, N, W_ROW, W_ROW // HALF, HALF,
-                                  BN, W_TMA, DEFER)
+                acc2 = _four_bits(w, w_scale, w_zero, low, high, acc2, base, base + N, n, k, N, W_ROW, HEIGHT, HALF, BN,
+                                  W_TMA, DEFER)
         else:
             b = _tokens(x, xs, m, k, K, X_STRIDE, BK, EVEN, X_TMA)
             if norm_weight is not None and QUANTIZE == "":

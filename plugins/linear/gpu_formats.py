@@ -6,7 +6,7 @@
 | fp8 | e4m3 [N, K] | f32 [N] | |
 | fp8_block | e4m3 [N, K], K a multiple of 128 | f32 [ceil(N / 128), K / 128] | |
 | int8 | i8 [N, K] | f32 [N] | |
-| int4 | u8 [N, Kp / 2], Kp = K up to a multiple of 128 | f16 [N, Kp / 128] | u8 [N, Kp / 128], or none: 8 |
+| int4 | u8 [N, Kp / 2], Kp = K up to a multiple of 128 | f16 [Kp / 128, N] | u8 [Kp / 128, N], or none: 8 |
 | nvfp4 | u8 [N, K / 2], low nibble the even channel | e4m3 [N, K / 16] | |
 
 int4: byte j of a group of 128 channels holds channel j in its low nibble and channel j + 64 in its high one, so that a
@@ -92,8 +92,9 @@ class Packed:
 
 
 def pack(w: np.ndarray, format: Format, *, zero_points: bool = False, factor: float | None = None) -> Packed:
-    """Round w float32 [N, K] to nearest. Rows are independent, in fp8_block each 128 of them, but for nvfp4's factor:
-    give it when w is a part of the matrix. zero_points: int4 with a zero point a group, for the span of its weights."""
+    """Round w float32 [N, K] to nearest. The values of rows are independent, in fp8_block of each 128 of them, but for
+    nvfp4's factor: give it when w is a part of the matrix. zero_points: int4 with a zero point a group, for the span of
+    its weights."""
     k = w.shape[1]
     if format.name == "fp32":
         return Packed(format, k, np.ascontiguousarray(w, np.float32))
@@ -134,8 +135,8 @@ def unpack(packed: Packed) -> np.ndarray:
     if name == "int4":
         groups = w.reshape(len(w), -1, GROUP // 2)
         q = np.concatenate([groups & 15, groups >> 4], axis=2).astype(np.float32)
-        zero = np.float32(8) if packed.w_zero is None else packed.w_zero.astype(np.float32)[..., None]
-        return ((q - zero) * scale.astype(np.float32)[..., None]).reshape(len(w), -1)[:, :packed.k]
+        zero = np.float32(8) if packed.w_zero is None else packed.w_zero.T.astype(np.float32)[..., None]
+        return ((q - zero) * scale.T.astype(np.float32)[..., None]).reshape(len(w), -1)[:, :packed.k]
     values = from_e2m1(unpack_nibbles(w)).reshape(len(w), -1, BLOCK) * from_e4m3(scale)[..., None]
     return (values * np.float32(packed.factor)).reshape(len(w), -1)
 
@@ -191,6 +192,7 @@ def _pack_int4(w: np.ndarray, format: Format, zero_points: bool) -> Packed:
     q = np.rint(groups / _divisor(scale.astype(np.float32))[..., None] + offset).clip(0, 15).astype(np.uint8)
     half = GROUP // 2
     packed = (q[..., :half] | (q[..., half:] << 4)).reshape(len(w), -1)
+    scale, zero = np.ascontiguousarray(scale.T), None if zero is None else np.ascontiguousarray(zero.T)
     return Packed(format, k, packed, scale, zero)
 
 
