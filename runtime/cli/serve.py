@@ -51,11 +51,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     settings = server_settings(arguments)
     _need_packages(settings)
+    import uvloop
+
     from ..executor.loading import LoadedEngine
 
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with LoadedEngine(arguments.engine, engine_options(arguments)) as engine:
-        return asyncio.run(_serve(engine, settings, arguments))
+        return uvloop.run(_serve(engine, settings, arguments))
 
 
 def server_settings(arguments: argparse.Namespace) -> ServerSettings:
@@ -103,6 +105,8 @@ def _read_optional(path: str | None, option: str) -> bytes | None:
 def _need_packages(settings: ServerSettings) -> None:
     """Imports the servers before the engine is loaded. Raises RequestError if what they need is not installed."""
     try:
+        import uvloop  # noqa: F401
+
         if settings.grpc_address is not None:
             from ..servers import grpc_server  # noqa: F401
         if settings.http_address is not None:
