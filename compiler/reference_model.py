@@ -11,6 +11,7 @@ from ingot.runtime.errors import RequestError
 from ingot.runtime.host import available_cores
 
 from .checkpoint.open import open_checkpoint
+from .checkpoint.quantized import read_quantized
 
 if TYPE_CHECKING:
     import torch
@@ -24,13 +25,20 @@ class ReferenceModel:
         import torch
         import transformers
 
+        from .importer.importer import load_model
+
         # Progress bars and hints of a library that the user did not call.
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
-        path = open_checkpoint(source).path
-        folder, options = (path.parent, {"gguf_file": path.name}) if path.is_file() else (path, {})
+        checkpoint = open_checkpoint(source)
+        path = checkpoint.path
         torch.set_num_threads(available_cores())
-        self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        if read_quantized(checkpoint) is not None:
+            # transformers would want each method's own library, and a GPU for most of them.
+            self.model: Any = load_model(checkpoint)
+            return
+        folder, options = (path.parent, {"gguf_file": path.name}) if path.is_file() else (path, {})
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True, **options
         ).eval()
 

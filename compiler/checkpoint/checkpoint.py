@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from ..weights.bf16 import bf16_to_f32
+from ..weights.float8 import FLOAT8_VALUES
 from .errors import BadWeights, CheckpointError
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class TensorStore(Protocol):
         ...
 
     def read(self, name: str, begin: int, end: int | None) -> np.ndarray:
-        """Rows [begin, end) as stored (bf16 as u16 bits) or, of a quantized type, as f32."""
+        """Rows [begin, end) as stored (bf16 as u16 bits, float8 as u8 bits) or, of a quantized type, as f32."""
         ...
 
     def raw(self, name: str) -> np.ndarray:
@@ -94,12 +95,16 @@ class Checkpoint:
         stored = self.store.read(name, begin, end)
         if stored.dtype == np.bool_:
             return stored
-        if stored.dtype.kind in "iu" and self.store.dtype(name) != "BF16":
+        kind = self.store.dtype(name)
+        if stored.dtype.kind in "iu" and kind != "BF16" and kind not in FLOAT8_VALUES:
             least, most = np.iinfo(np.int32).min, np.iinfo(np.int32).max
             if stored.dtype.itemsize > 4 and stored.size and not least <= stored.min() <= stored.max() <= most:
                 raise CheckpointError(f"{self.path}: tensor {name} holds integers that do not fit 32 bits")
             return stored.astype(np.int32)
-        values = bf16_to_f32(stored) if stored.dtype == np.uint16 else stored.astype(np.float32, copy=False)
+        if kind in FLOAT8_VALUES:
+            values = FLOAT8_VALUES[kind][stored]
+        else:
+            values = bf16_to_f32(stored) if stored.dtype == np.uint16 else stored.astype(np.float32, copy=False)
         self._require_finite(name, values, begin)
         return values
 

@@ -22,8 +22,9 @@ _MAX_HEADER_BYTES = 100 << 20
 STORAGE = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16,
     "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "U8": np.uint8, "BOOL": np.bool_,
+    "F8_E4M3": np.uint8, "F8_E5M2": np.uint8, "F8_E8M0": np.uint8,
 }
-"""What a checkpoint may store, and the numpy type that it is mapped as; bf16 as its bits."""
+"""What a checkpoint may store, and the numpy type that it is mapped as; bf16 and float8 as their bits."""
 
 
 @dataclass(frozen=True)

@@ -149,13 +149,30 @@ def _model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     return classes[0]
 
 
+def empty_model(config: PretrainedConfig) -> PreTrainedModel:
+    """The causal-LM class of the configuration, in f32, with memory for parameters that are to be filled, and eager
+    attention."""
+    with no_init_weights(), _quiet():
+        return _model_class(config)._from_config(_plain(config), attn_implementation="eager", dtype=torch.float32)
+
+
+def _plain(config: PretrainedConfig) -> PretrainedConfig:
+    """A copy without how the checkpoint is quantized: the model's own class is traced, not a quantizer's."""
+    config = copy.deepcopy(config)
+    for part in (config, config.get_text_config()):
+        for name in ("quantization_config", "compression_config"):
+            if hasattr(part, name):
+                delattr(part, name)
+    return config
+
+
 def _build(config: PretrainedConfig) -> PreTrainedModel:
     """With our attention, or for a class that knows only transformers' own names, with one of those."""
     first_error: Exception | None = None
     for attention in (IMPLEMENTATION, *FALLBACK_IMPLEMENTATIONS):
         try:
             with _parameters_without_memory(), no_init_weights(), _quiet():
-                return _model_class(config)._from_config(copy.deepcopy(config), attn_implementation=attention,
+                return _model_class(config)._from_config(_plain(config), attn_implementation=attention,
                                                          experts_implementation=IMPLEMENTATION, dtype=torch.float32)
         except (KeyError, ValueError) as error:
             first_error = first_error or error

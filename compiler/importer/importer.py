@@ -5,9 +5,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.quantized import Quantized, read_quantized
 from ..ir.graph import Graph
 from ..ir.types import DType
 from ..ir.verify import verify
+from ..weights.expr import substitute
 from .errors import ImportRefused
 
 if TYPE_CHECKING:
@@ -52,6 +54,25 @@ def element_type(stored: str) -> DType:
     return DType.I32 if stored in _INTEGERS else DType.F32
 
 
+def load_model(checkpoint: Checkpoint) -> PreTrainedModel:
+    """transformers' own model in float32 with the weights that the recipes give: how quantized checkpoints are run.
+
+    Raises as import_model does.
+    """
+    import torch
+
+    from ..weights.evaluate import evaluate
+    from .export import empty_model
+    model = empty_model(checkpoint.config)
+    parameters = _parameters(model, checkpoint)
+    parameters.require(name for name, _ in model.named_parameters())
+    with torch.no_grad():
+        for name, value in model.state_dict().items():
+            if name in parameters.recipes:
+                value.copy_(torch.tensor(evaluate(parameters.recipes[name], checkpoint)))
+    return model.eval()
+
+
 def _import(config: PretrainedConfig, checkpoint: Checkpoint | None, max_seq_len: int | None) -> ImportedModel:
     if getattr(config, "is_encoder_decoder", False):
         raise ImportRefused(f"{config.model_type} is an encoder-decoder model; an engine holds a decoder alone")
@@ -75,8 +96,15 @@ def _parameters(model: PreTrainedModel, checkpoint: Checkpoint | None) -> Parame
     from .parameters import checkpoint_recipes, own_names
     if checkpoint is None:
         return own_names(model)
-    tensors = {name: (checkpoint.shape(name), element_type(checkpoint.dtype(name))) for name in checkpoint.names()}
+    quantized = read_quantized(checkpoint) or Quantized("")
+    tensors = {name: (checkpoint.shape(name), element_type(checkpoint.dtype(name))) for name in checkpoint.names()
+               if name not in quantized.consumed}
+    # The importer sees weights as if they were not quantized; their recipes take the place of these tensors afterwards.
+    made = {name: weight.expr for name, weight in quantized.weights.items()}
+    tensors |= {name: (expr.shape, DType.F32) for name, expr in made.items()}
     architecture = checkpoint.gguf_architecture
     if architecture is not None:
         return gguf_recipes(model, architecture, tensors, str(checkpoint.path))
-    return checkpoint_recipes(model, tensors, str(checkpoint.path))
+    parameters = checkpoint_recipes(model, tensors, str(checkpoint.path))
+    parameters.recipes = {name: substitute(expr, made) for name, expr in parameters.recipes.items()}
+    return parameters

@@ -25,6 +25,7 @@ from .place_kv import place_kv
 from .raise_linear import raise_linear
 from .raise_norms import raise_norms
 from .raise_rope import raise_rope
+from .split_input_scales import split_input_scales
 from .strided import accepts_strided
 
 Pass = tuple[str, Callable[[Graph], Graph]]
@@ -44,6 +45,7 @@ def cpu_pipeline(precision: Precision, kv: str) -> list[Pass]:
         ("merge_duplicates", merge_duplicates),
         ("gather_logits", gather_logits),
         ("assign_precision", partial(assign_precision, precision=precision)),
+        ("split_input_scales", split_input_scales),
         ("merge_linears", merge_linears),
         ("place_kv", partial(place_kv, kv_dtype=KV_DTYPES[kv])),
         ("fuse_rope_kv_write", fuse_rope_kv_write),

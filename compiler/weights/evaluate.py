@@ -14,6 +14,7 @@ from ..ir.op import as_tuple
 from ..ir.registry import OPS
 from ..ir.types import TensorType
 from .expr import WeightExpr, concat, literal_value, permute, reshape, slice_
+from .unpack import EXPANDING_OPS, ROW_WISE_UNPACK_OPS, UNPACK_OPS
 
 
 class TensorSource(Protocol):
@@ -30,10 +31,10 @@ class WeightShapeError(RequestError):
     """A tensor of the checkpoint has another shape than the model's configuration asks for."""
 
 
-WEIGHT_OPS: dict[str, Callable[..., Any]] = {}
+WEIGHT_OPS: dict[str, Callable[..., Any]] = dict(UNPACK_OPS)
 """Operators that exist only in weight expressions: quantization and layouts of kernels."""
 
-ROW_WISE_OPS: set[str] = set()
+ROW_WISE_OPS: set[str] = set(ROW_WISE_UNPACK_OPS)
 """Those of them whose row i depends on row i of the operands alone: they can be evaluated a piece at a time."""
 
 
@@ -110,11 +111,24 @@ def row_slice(expr: WeightExpr, begin: int, end: int) -> WeightExpr:
             if inner_row and begin * row % inner_row == end * row % inner_row == 0:
                 inner = row_slice(inputs[0], begin * row // inner_row, end * row // inner_row)
                 return reshape(inner, (end - begin, *expr.shape[1:]))
+        case op if op in EXPANDING_OPS:
+            return _expanded_rows(expr, begin, end)
         case op if op in ROW_WISE_OPS or (op in OPS and OPS[op].kind == "elementwise"):
             operands = [_rows_of_operand(o, expr, begin, end) for o in expr.operands]
             return replace(expr, operands=tuple(operands),
                            type=TensorType((end - begin, *expr.shape[1:]), expr.type.dtype))
     return slice_(expr, 0, begin, end)
+
+
+def _expanded_rows(expr: WeightExpr, begin: int, end: int) -> WeightExpr:
+    times = expr.attr("times")
+    low, high = begin // times, min(-(-end // times), expr.inputs[0].shape[0])
+    attrs, size = dict(expr.attrs), (high - low) * times
+    if "size" in attrs:
+        size = attrs["size"] = min(size, expr.shape[0] - low * times)
+    part = WeightExpr(expr.op, (row_slice(expr.inputs[0], low, high),), tuple(sorted(attrs.items())),
+                      TensorType((size, *expr.shape[1:]), expr.type.dtype))
+    return slice_(part, 0, begin - low * times, end - low * times)
 
 
 def _overlapping_parts(parts: Sequence[WeightExpr], begin: int, end: int) -> list[WeightExpr]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -199,3 +199,61 @@ def cast(expr: WeightExpr, dtype: DType) -> WeightExpr:
     if expr.type.dtype == dtype:
         return expr
     return apply("cast", (expr,), TensorType(expr.shape, dtype), dtype=dtype)
+
+
+def elementwise(op: str, a: WeightExpr, b: WeightExpr | int | float) -> WeightExpr:
+    """add, sub or mul of expressions of one rank, broadcast along sizes of 1; f32 if either operand is."""
+    if not isinstance(b, WeightExpr):
+        return apply(op, (a, b), TensorType(a.shape, DType.F32 if isinstance(b, float) else a.type.dtype))
+    assert len(a.shape) == len(b.shape), f"{op} of {a.type} and {b.type}"
+    dtype = DType.F32 if DType.F32 in (a.type.dtype, b.type.dtype) else a.type.dtype
+    return apply(op, (a, b), TensorType(np.broadcast_shapes(a.shape, b.shape), dtype))
+
+
+def unpack_columns(words: WeightExpr, word: int, bits: int, order: Sequence[int] | None = None,
+                   signed: bool = False) -> WeightExpr:
+    """i32 [..., C] -> i32 [..., C * word / bits]; order: where a word's element j is, by default lowest bits first."""
+    times = word // bits
+    shape = (*words.shape[:-1], words.shape[-1] * times)
+    return apply("unpack_columns", (words,), TensorType(shape, DType.I32), word=word, bits=bits,
+                 order=tuple(order or range(times)), signed=signed)
+
+
+def unpack_rows(words: WeightExpr, word: int, bits: int, order: Sequence[int] | None = None,
+                signed: bool = False) -> WeightExpr:
+    """i32 [R, K] -> i32 [R * word / bits, K]."""
+    times = word // bits
+    return apply("unpack_rows", (words,), TensorType((words.shape[0] * times, words.shape[1]), DType.I32), word=word,
+                 bits=bits, order=tuple(order or range(times)), signed=signed, times=times)
+
+
+def repeat(expr: WeightExpr, axis: int, times: int, size: int) -> WeightExpr:
+    """Along the first (0) or the last (-1) axis: each row or column `times` times, `size` in all."""
+    if (times, size) == (1, expr.shape[axis]):
+        return expr
+    shape = (size, *expr.shape[1:]) if axis == 0 else (*expr.shape[:-1], size)
+    name = "repeat_rows" if axis == 0 else "repeat_columns"
+    return apply(name, (expr,), TensorType(shape, expr.type.dtype), times=times, size=size)
+
+
+def take_columns(expr: WeightExpr, index: WeightExpr) -> WeightExpr:
+    """expr [N, G], index i32 [1, K] -> [N, K]."""
+    return apply("take_columns", (expr, index), TensorType((expr.shape[0], index.shape[1]), expr.type.dtype))
+
+
+def scale_columns(expr: WeightExpr, scale: WeightExpr, bits: int) -> WeightExpr:
+    """expr f32 [N, K], scale f32 [1, K]; see unpack.scale_columns."""
+    return apply("scale_columns", (expr, scale), expr.type, bits=bits)
+
+
+def decode(op: str, codes: WeightExpr) -> WeightExpr:
+    """op: "e2m1" or "e8m0"; i32 codes -> f32 of the same shape."""
+    return apply(op, (codes,), TensorType(codes.shape, DType.F32))
+
+
+def substitute(expr: WeightExpr, recipes: Mapping[str, WeightExpr]) -> WeightExpr:
+    """The expression with the tensors that `recipes` names replaced by these recipes."""
+    if expr.op == "tensor":
+        return recipes.get(expr.attr("name"), expr)
+    operands = tuple(substitute(o, recipes) if isinstance(o, WeightExpr) else o for o in expr.operands)
+    return expr if operands == expr.operands else replace(expr, operands=operands)
