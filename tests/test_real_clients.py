@@ -60,7 +60,7 @@ def engine_path(speaking_checkpoint: Path, tmp_path_factory: pytest.TempPathFact
     weights = load_file(checkpoint / "model.safetensors")
     weights["lm_head.weight"][NUM_PRINTABLE:] = 0
     save_file(weights, checkpoint / "model.safetensors", {"format": "pt"})
-    build(BuildRequest(str(checkpoint), "cpu", "fp32", folder / "tiny.engine", max_batch_size=8, max_num_tokens=256,
+    build(BuildRequest(str(checkpoint), "cpu", "fp32", folder / "tiny.engine", max_batch_size=8, max_num_tokens=32,
                        calibrate=False))
     return folder / "tiny.engine"
 
