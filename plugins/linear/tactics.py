@@ -166,26 +166,34 @@ def unsupported(problem: Problem, device: Device) -> str:
 
 
 def _tiles(p: Problem, device: Device) -> list[Tile]:
-    channels, tiles = _channel_steps(p), []
-    if p.rows_a_matrix <= _SPLIT_ROWS:
-        tokens = max(16, 1 << (p.rows_a_matrix - 1).bit_length())
-        feature_steps: tuple[int, ...] = (64, 128) if device.has_warpgroup_mma else (32, 64)
-        if p.format == "nvfp4" and device.has_warpgroup_mma:
-            feature_steps = (128,)  # block-scaled tcgen05 takes no fewer; below, triton falls back to bf16
-        elif _defers(p) and p.gated:
-            feature_steps = feature_steps[:1]  # four accumulators
-        for features, step in product(feature_steps, channels):
-            blocks = -(-p.n // features) * row_tiles(p, tokens)
-            for splits in (1, 2, 4, 8, 16):
-                enough = blocks * splits <= 4 * device.num_sms
-                even = -(-p.k // step) % splits == 0
-                if splits == 1 or (enough and even and p.k >= splits * step * 2):
-                    tiles.append(Tile(features, tokens, step, splits, 4, _stages(p, device, features, tokens, step, 5)))
-        return tiles
+    return _few_tokens(p, device) if p.rows_a_matrix <= _SPLIT_ROWS else _many_tokens(p, device)
+
+
+def _few_tokens(p: Problem, device: Device) -> list[Tile]:
+    """All tokens of a matrix in one tile; narrow tiles of features, and K split, so that every multiprocessor reads."""
+    tokens = max(16, 1 << (p.rows_a_matrix - 1).bit_length())
+    feature_steps: tuple[int, ...] = (64, 128) if device.has_warpgroup_mma else (32, 64)
+    if p.format == "nvfp4" and device.has_warpgroup_mma:
+        feature_steps = (128,)  # block-scaled tcgen05 takes no fewer; below, triton falls back to bf16
+    elif _defers(p) and p.gated:
+        feature_steps = feature_steps[:1]  # four accumulators
+    tiles = []
+    for features, step in product(feature_steps, _channel_steps(p)):
+        blocks = -(-p.n // features) * row_tiles(p, tokens)
+        for splits in (1, 2, 4, 8, 16):
+            enough = blocks * splits <= 4 * device.num_sms
+            even = -(-p.k // step) % splits == 0
+            if splits == 1 or (enough and even and p.k >= splits * step * 2):
+                tiles.append(Tile(features, tokens, step, splits, 4, _stages(p, device, features, tokens, step, 5)))
+    return tiles
+
+
+def _many_tokens(p: Problem, device: Device) -> list[Tile]:
+    """Large tiles. Of equals the first is taken: copies by descriptor need fewer registers and instructions."""
     one_accumulator = not p.gated and not _defers(p)
     widest = one_accumulator and not p.experts and p.rows_a_matrix > 128 and device.has_warpgroup_mma
-    # Of equals the first is taken: copies by descriptor need fewer registers and instructions.
-    for tokens, step, tma in product((64, 128, 256) if widest else (64, 128), channels, (True, False)):
+    tiles = []
+    for tokens, step, tma in product((64, 128, 256) if widest else (64, 128), _channel_steps(p), (True, False)):
         if tma and not (device.has_warpgroup_mma or (device.has_tma and FORMATS[p.format].bits > 4)):
             continue  # four bits come to registers in another order than mma.sync takes them: they would spill
         if tokens > (128 if one_accumulator else 64) and not tma:
@@ -250,7 +258,10 @@ def cost(p: Problem, tile: Tile) -> Cost:
         num_bytes += 2 * 4 * tile.splits * tile.tokens * rows * row_tiles(p, tile.tokens)
     blocks = -(-p.n // tile.features) * row_tiles(p, tile.tokens)
     weights = tile.features * (2 if p.gated else 1) * FORMATS[p.format].bits / 8
-    return Cost(num_bytes, 2.0 * p.num_rows * rows * p.k, blocks * p.k * (weights + tile.tokens * _BYTES[p.x_type]))
+    # To find the scales of tokens, the part of a split reads the whole row first.
+    readings = 1 + tile.splits * (p.quantizes and p.format != "fp8_block")
+    through_cache = blocks * p.k * (weights + readings * tile.tokens * _BYTES[p.x_type])
+    return Cost(num_bytes, 2.0 * p.num_rows * rows * p.k, through_cache)
 
 
 def launch(p: Problem, tile: Tile) -> GpuLaunch:

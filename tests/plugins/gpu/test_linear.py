@@ -111,7 +111,7 @@ def test_channels_that_fill_no_whole_step(interpreter: Interpreter, form: str) -
 
 @pytest.mark.parametrize("tile", [SPLIT4, TILED4, replace(TILED4, tma=True)], ids=["split", "tiled", "tma"])
 def test_scales_of_blocks(interpreter: Interpreter, tile: Tile) -> None:
-    """DeepSeek's format: 128 x 128 weights share a scale, and 128 channels of a token."""
+    """128 x 128 weights share a scale, and 128 channels of a token."""
     rows = 70 if tile.tokens > 16 else 9
     plain = Problem(rows + 2, 200, 256, "fp8_block", "fp8", "fp32", token_scales=True, bias=True)
     check(interpreter, plain, tile, rows)
@@ -200,4 +200,7 @@ def test_candidates_of_both_phases() -> None:
     assert {"tma" in c.name for c in many.legal} == {True, False}
     assert all(c.cost.flops == 2 * 4096**3 for c in many.legal)
     assert not any("tma" in c.name for c in candidates(Problem(4096, 4096, 4096, "bf16", "bf16"), A100).legal)
+    prepared = candidates(Problem(8, 4096, 4096, "fp8", "fp8", quantizes=True), H200)
+    for plain, own in zip(few.legal, prepared.legal, strict=False):
+        assert own.cost.cache_bytes > plain.cost.cache_bytes, "the input is read once more"
     assert len({c.launches[0].kernel.symbol for c in few.legal + many.legal}) == len(few.legal + many.legal)
