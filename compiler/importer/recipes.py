@@ -9,8 +9,12 @@ import torch.fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..weights.expr import WeightExpr
+from . import aten_elementwise, aten_linear, aten_reduce, aten_views
 from .builder import GraphBuilder
 from .conversion import CONVERSIONS, Context, operator_name
+
+# Their conversions are registered when they are imported.
+__all__ = ["aten_elementwise", "aten_linear", "aten_reduce", "aten_views", "traced_recipes"]
 
 
 def traced_recipes(function: Callable[..., list[torch.Tensor]], leaves: Sequence[WeightExpr]) -> list[WeightExpr]:
