@@ -136,6 +136,13 @@ def build(request: BuildRequest, progress: Progress = lambda stage, detail: None
     return BuildResult(output, engine_hash, manifest, clock.seconds, (*warnings, *written.warnings), _reused(cache))
 
 
+def import_into(request: BuildRequest, cache: BuildCache) -> None:
+    """Only what all builds of this model have in common: its configuration and its graph, for the cache."""
+    source = _source(request)
+    facts = source.facts(cache)
+    source.graph(facts, _limits(request, source.name, facts)["max_seq_len"], cache)
+
+
 def _source(request: BuildRequest) -> ModelSource:
     if request.config is not None and request.dry_run:
         return ConfigSource(request.config, request.name or Path(request.model).name)

@@ -30,7 +30,8 @@ def rebuild(engine: EngineFile, checkpoint: str, progress: Progress = lambda sta
         try:
             request = BuildRequest(model=checkpoint, output=Path(folder, "again.engine"), **options)
         except TypeError as error:
-            raise RequestError(f"{engine.path}: its recipe has entries that this Ingot does not know: {error}") from None
+            raise RequestError(f"{engine.path}: its recipe has entries that this Ingot does not know: {error}"
+                               ) from None
         if recipe.get("dump"):
             request = replace(request, dump=Path(folder, "dump"))
         result = build(request, progress)

@@ -1,9 +1,9 @@
 """ingot refit: the weights of another checkpoint of the same architecture in an engine, without compiling.
 
 What comes out is, byte for byte, the engine that a build of that checkpoint by the same recipe would write, and so it
-has the same hash: code and plan depend on the configuration and the layout of the tensors alone, weights on recipes that
-the engine carries (refit.json). Neither torch nor a C compiler takes part, unless weights are calibrated or the files of
-the tokenizer differ.
+has the same hash: code and plan depend on the configuration and the layout of the tensors alone, weights on recipes
+that the engine carries (refit.json). Neither torch nor a C compiler takes part, unless weights are calibrated or the
+files of the tokenizer differ.
 """
 from __future__ import annotations
 

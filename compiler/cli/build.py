@@ -1,21 +1,33 @@
-"""ingot build MODEL --target T --precision P: one checkpoint becomes one engine."""
+"""ingot build MODEL --target T --precision P: one checkpoint becomes one engine; --recipe FILE: a matrix of them."""
 
 import argparse
 import sys
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ingot.runtime.cli.output import print_json, size, table
+from ingot.runtime.errors import RequestError
 
 from ..build import BuildRequest, BuildResult, build
 from ..cache.build_cache import BuildCache
+from ..recipe.matrix import Outcome, build_all
+from ..recipe.read import read_recipe
 from .report import Report
+
+# Options that a recipe says itself: option -> its default.
+_OF_ONE_BUILD = {"kv_precision": None, "max_batch_size": None, "max_num_tokens": None, "max_seq_len": None,
+                 "name": None, "dump": None, "compiler": "zig", "calibrate": True}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="checkpoint folder, hub name, or GGUF file")
-    parser.add_argument("--target", required=True, help="what to build for; cpu is this machine (see: ingot targets)")
-    parser.add_argument("--precision", required=True, help="such as w4a8 (ingot targets lists them)")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="engine file (default: named for what it is)")
+    parser.add_argument("model", nargs="?", help="checkpoint folder, hub name, or GGUF file; with --recipe: in place "
+                        "of the recipe's own")
+    parser.add_argument("--recipe", type=Path, nargs="+", metavar="FILE", help="build all that these recipes ask for")
+    parser.add_argument("--target", help="what to build for; cpu is this machine (see: ingot targets); with --recipe: "
+                        "only those of its targets that match, such as 'cpu*'")
+    parser.add_argument("--precision", help="such as w4a8 (ingot targets lists them); with --recipe: only those")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE",
+                        help="engine file (default: named for what it is); with --recipe: the folder for all")
     parser.add_argument("--max-batch-size", type=int, metavar="N", help="sequences in a step")
     parser.add_argument("--max-num-tokens", type=int, metavar="N", help="tokens in a step")
     parser.add_argument("--max-seq-len", type=int, metavar="N", help="tokens of a sequence, prompt and answer together")
@@ -27,35 +39,101 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dump", type=Path, metavar="DIR", help="write the graph after each pass there")
     parser.add_argument("--name", help="what the engine calls its model (default: the checkpoint's folder or hub name)")
     parser.add_argument("--strip-weights", action="store_true",
-                        help="leave the weights out of the file: they are found in the store by their hashes, or made "
+                        help="leave the weights out of the file: they are found elsewhere by their hashes, or made "
                         "again by ingot refit")
     parser.add_argument("--no-cache", dest="cache", action="store_false",
                         help="make everything anew and keep nothing for later builds")
-    parser.add_argument("--dry-run", action="store_true", help="plan only: no code, no weights, no file")
+    parser.add_argument("--jobs", type=int, metavar="N", help="with --recipe: builds at a time (default: as many as "
+                        "cores and memory allow)")
+    parser.add_argument("--dry-run", action="store_true", help="plan only: no code, no weights, no file; a recipe that "
+                        "holds a configuration needs no checkpoint for it")
     parser.add_argument("--force", action="store_true", help="replace the engine file if there is one")
 
 
 def run(arguments: argparse.Namespace) -> int:
+    cache = BuildCache() if arguments.cache else None
+    if arguments.recipe is not None:
+        return _run_recipes(arguments, cache)
+    for name in ("model", "target", "precision"):
+        if getattr(arguments, name) is None:
+            raise RequestError(f"{'MODEL' if name == 'model' else f'--{name}'} is missing: "
+                               "ingot build MODEL --target T --precision P, or ingot build --recipe FILE")
     request = BuildRequest(
         model=arguments.model, target=arguments.target, precision=arguments.precision, output=arguments.output,
-        max_batch_size=arguments.max_batch_size, max_num_tokens=arguments.max_num_tokens,
-        max_seq_len=arguments.max_seq_len, kv_precision=arguments.kv_precision, dump=arguments.dump,
-        dry_run=arguments.dry_run, force=arguments.force, compiler=arguments.compiler,
-        calibrate=arguments.calibrate, name=arguments.name, strip_weights=arguments.strip_weights,
-    )
+        dry_run=arguments.dry_run, force=arguments.force, strip_weights=arguments.strip_weights,
+        **{name: getattr(arguments, name) for name in _OF_ONE_BUILD})
     with Report(not arguments.json) as report:
-        result = build(request, report, BuildCache() if arguments.cache else None)
+        result = build(request, report, cache)
     for warning in result.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if arguments.json:
-        print_json({
-            "path": str(result.path) if result.path else None, "hash": result.hash or None,
-            "seconds": result.seconds, "reused": result.reused, "warnings": list(result.warnings),
-            "manifest": result.manifest,
-        })
+        print_json(_facts(result))
     else:
         print(_summary(result))
     return 0
+
+
+def _run_recipes(arguments: argparse.Namespace, cache: BuildCache | None) -> int:
+    """Exit status 0 if all were built; else that of the gravest failure."""
+    for name, default in _OF_ONE_BUILD.items():
+        if getattr(arguments, name) != default:
+            option = "--no-calibration" if name == "calibrate" else f"--{name.replace('_', '-')}"
+            raise RequestError(f"{option} stands in the recipe; change it there, or leave --recipe out")
+    folder = arguments.output or Path()
+    if not folder.is_dir():
+        raise RequestError(f"{folder} is no folder; with --recipe, -o names the folder of all engines")
+    if arguments.model is not None and len(arguments.recipe) > 1:
+        raise RequestError("MODEL takes the place of one recipe's model; there are several recipes")
+    if arguments.jobs is not None and arguments.jobs < 1:
+        raise RequestError(f"--jobs is {arguments.jobs}; expected at least 1")
+    options = {"dry_run": arguments.dry_run, "force": arguments.force, "strip_weights": arguments.strip_weights}
+    asked = [request for path in arguments.recipe
+             for request in read_recipe(path).requests(folder, arguments.model, **options)]
+    requests = [request for request in asked if fnmatchcase(request.target, arguments.target or "*")
+                and fnmatchcase(request.precision, arguments.precision or "*")]
+    if not requests:
+        raise RequestError("no build of the recipe matches; it has: "
+                           + ", ".join(f"{request.target} {request.precision}" for request in asked))
+
+    def told(outcome: Outcome) -> None:
+        if not arguments.json:
+            asked = outcome.request
+            print(f"{asked.name} {asked.target} {asked.precision}: {outcome.seconds:.1f} s, {_end(outcome)}",
+                  file=sys.stderr, flush=True)
+
+    outcomes = build_all(requests, cache, arguments.jobs, told)
+    if arguments.json:
+        print_json([{"model": o.request.name, "target": o.request.target, "precision": o.request.precision,
+                     "error": o.error or None, **(_facts(o.result) if o.result else {})} for o in outcomes])
+    else:
+        print(table([_row(outcome) for outcome in outcomes],
+                    ("model", "target", "precision", "weights", "arena", "KV a token", "time", "reused", "result")))
+        for outcome in outcomes:
+            if outcome.error:
+                print(f"\n{outcome.request.name} {outcome.request.target} {outcome.request.precision}: {outcome.error}")
+    return min((outcome.status for outcome in outcomes if outcome.error), default=0)
+
+
+def _row(outcome: Outcome) -> tuple[str, ...]:
+    asked, result = outcome.request, outcome.result
+    head = (str(asked.name), asked.target, asked.precision)
+    if result is None:
+        return (*head, "", "", "", f"{outcome.seconds:.1f} s", "", outcome.error.partition(":")[0])
+    memory = result.manifest["memory"]
+    found, total = (sum(uses[i] for uses in result.reused.values()) for i in (0, 1))
+    return (*head, size(memory["weights_bytes"]), size(memory["arena_bytes"]), size(memory["kv_bytes_per_token"]),
+            f"{outcome.seconds:.1f} s", f"{found}/{total}", result.hash[:12] or "dry run")
+
+
+def _end(outcome: Outcome) -> str:
+    if outcome.result is None:
+        return f"failed: {outcome.error.partition(':')[0]}"
+    return str(outcome.result.path or "planned")
+
+
+def _facts(result: BuildResult) -> dict[str, object]:
+    return {"path": str(result.path) if result.path else None, "hash": result.hash or None, "seconds": result.seconds,
+            "reused": result.reused, "warnings": list(result.warnings), "manifest": result.manifest}
 
 
 def _summary(result: BuildResult) -> str:

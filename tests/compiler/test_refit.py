@@ -40,7 +40,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> BuildCache:
 @pytest.fixture(scope="module")
 def built(cache: BuildCache, tmp_path_factory: pytest.TempPathFactory, short_text: object) -> Callable[..., Path]:
     """An engine of a checkpoint, built once."""
-    folder, done = tmp_path_factory.mktemp("built"), {}
+    folder = tmp_path_factory.mktemp("built")
+    done: dict[str, Path] = {}
 
     def engine(checkpoint: Path, precision: str = "w4a8", **options: object) -> Path:
         name = str((checkpoint, precision, *options.items()))
