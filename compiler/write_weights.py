@@ -55,5 +55,5 @@ def write_weights(writer: EngineWriter, weights: Sequence[PackedWeight], checkpo
             member = writer.add_weight(data)
             blob = member.removeprefix("weights/").removesuffix(".bin")
             assert member == weight_name(blob)
-            written[weight.name] = Weight(blob, data.nbytes, weight.label)
+            written[weight.name] = Weight(blob, data.nbytes, weight.label, weight.expr.shape, weight.packing.scheme)
     return WrittenWeights(written, checkpoint_digest(digests), len(calibration.numbers), calibration.warnings)

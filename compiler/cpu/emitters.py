@@ -139,7 +139,7 @@ def _attention(low: Lowering, node: Node) -> None:
     sink = low.arg(sinks[0]) if sinks else NULL
     out = low.output(node.output)
     first = [low.arg(q), *low.kv_args(a["slot"]), sink, scratch, out]
-    low.launch(node, attention_cpu.attention(problem), first)
+    low.launch(node, attention_cpu.attention(problem), first, {node.output: 6})
     low.launch(node, attention_cpu.attention_combine(problem), [scratch, sink, out], {node.output: 2})
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ingot.plugins.cpu.ceilings import CEILINGS
 from ingot.plugins.kernel import INCLUDE_DIR, CpuKernel, translation_unit
 from ingot.plugins.sampling.cpu import sampling
 
@@ -82,12 +83,13 @@ class CpuProgram:
         by_header: dict[str, list[CpuKernel]] = {}
         for kernel in self.kernels:
             by_header.setdefault(kernel.include, []).append(kernel)
-        files = {"pool.c": (INCLUDE_DIR / "cpu" / "pool.c").read_text()}
+        files = {"pool.c": (INCLUDE_DIR / "cpu" / "pool.c").read_text(),
+                 "ceilings.c": translation_unit(CEILINGS.values())}
         for header, kernels in by_header.items():
             for start in range(0, len(kernels), KERNELS_A_FILE):
                 name = f"{Path(header).stem or 'kernels'}{start // KERNELS_A_FILE}.c"
                 files[name] = translation_unit(kernels[start:start + KERNELS_A_FILE])
-        assert len(files) == 1 + sum(-(-len(k) // KERNELS_A_FILE) for k in by_header.values()), "headers share a name"
+        assert len(files) == 2 + sum(-(-len(k) // KERNELS_A_FILE) for k in by_header.values()), "headers share a name"
         return files
 
 
@@ -110,7 +112,8 @@ def generate(graph: Graph, isa: str, limits: dict[str, int], block_size: int) ->
         bindings = {"T": tokens, "L": min(tokens, limits["max_batch_size"])}
         lowering = Lowering(graph, isa, tokens, bindings, limits, weights, kv, EMITTERS)
         bucket = lowering.run()
-        launches = tuple(Launch(kernel.symbol, (lowering.arg(logits),), "sampling") for kernel in choosing)
+        launches = tuple(Launch(kernel.symbol, (lowering.arg(logits),), "sampling", op="sampling")
+                         for kernel in choosing)
         buckets.append(replace(bucket, launches=bucket.launches + launches))
         kernels.update(lowering.kernels)
     kernels.update({kernel.symbol: kernel for kernel in choosing})

@@ -197,7 +197,7 @@ class Lowering:
         buffers = tuple(dict.fromkeys(a.name for a in args if a.kind == "value"))
         shown = {name: Write(arg, self.type(name).shape, self.type(name).dtype.value)
                  for name, arg in (writes or {}).items()}
-        self.launches.append(Launch(kernel.symbol, tuple(args), node.origin, buffers, shown))
+        self.launches.append(Launch(kernel.symbol, tuple(args), node.origin, buffers, shown, op=node.op))
 
     # --- inside ---
 

@@ -52,7 +52,10 @@ class Write:
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel over the whole step. `reads`, `writes` and `scratch` name buffers, for liveness."""
+    """One kernel over the whole step. `reads`, `writes` and `scratch` name buffers, for liveness.
+
+    op: what it computes, as the graph calls it; for profiles.
+    """
 
     kernel: str
     args: tuple[Arg, ...]
@@ -60,6 +63,7 @@ class Launch:
     reads: tuple[str, ...] = ()
     writes: dict[str, Write] = field(default_factory=dict)
     scratch: tuple[str, ...] = ()
+    op: str = ""
 
 
 @dataclass(frozen=True)
@@ -92,11 +96,16 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Weight:
-    """A packed blob. label says what it is: "model.layers.0.self_attn.qkv w4a8 [960, 576]"."""
+    """A packed blob. label says what it is: "model.layers.0.self_attn.qkv w4a8 [960, 576]".
+
+    shape   of what is packed; scheme: how, a key of SCHEMES, or "" for elements as they are; for profiles
+    """
 
     blob: str
     size: int
     label: str
+    shape: tuple[int, ...] = ()
+    scheme: str = ""
 
 
 @dataclass(frozen=True)
@@ -116,6 +125,8 @@ class Plan:
 
 def _launch_json(launch: Launch, offsets: dict[str, int]) -> dict[str, Any]:
     entry: dict[str, Any] = {"kernel": launch.kernel, "args": [arg.to_json(offsets) for arg in launch.args]}
+    if launch.op:
+        entry["op"] = launch.op
     if launch.origin:
         entry["origin"] = launch.origin
     if launch.writes:

@@ -35,4 +35,8 @@ INGOT_EXPORT void ingot_wait(ingot_pool *pool);
 INGOT_EXPORT void ingot_run(ingot_pool *pool, const ingot_step *step, const ingot_launch *launches, int begin,
                             int end);
 
+/* As ingot_run; durations_ns[i - begin] becomes the time that launch i took, until its last worker was done. */
+INGOT_EXPORT void ingot_profile(ingot_pool *pool, const ingot_step *step, const ingot_launch *launches, int begin,
+                                int end, int64_t *durations_ns);
+
 #endif

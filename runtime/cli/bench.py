@@ -76,6 +76,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--warmup", type=int, default=4, metavar="N",
                       help="requests before the measured ones (default 4)")
 
+    profile = parser.add_argument_group("a profile instead of a load")
+    profile.add_argument("--profile", action="store_true",
+                         help="where the time of a step goes, and how near it is to what this machine can do: "
+                              "generation of one sequence and of 16, and a prompt")
+    profile.add_argument("--context", type=int, default=512, metavar="N",
+                         help="tokens of each sequence then (default 512)")
+    profile.add_argument("--by", default="operator,part", metavar="KINDS",
+                         help="what is summed up: some of operator, part, kernel (default: operator,part)")
+
     out = parser.add_argument_group("the report")
     out.add_argument("--output", metavar="FILE", help="the report as JSON, with every request")
     out.add_argument("--plot", metavar="FILE.png", help="a picture of it")
@@ -86,6 +95,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.engine is not None and arguments.url is not None:
         raise RequestError("give an engine or --url, not both")
+    if arguments.profile:
+        return _profile(arguments)
     plan = _plan(arguments)
     if arguments.dry_run:
         return _dry_run(arguments, plan)
@@ -109,6 +120,30 @@ def run(arguments: argparse.Namespace) -> int:
     if not requests["finished"]:
         raise WorkFailed("no request was finished")
     return 1 if requests["failed"] else 0
+
+
+def _profile(arguments: argparse.Namespace) -> int:
+    from ..engine_file import EngineFile
+    from ..profile.report import KINDS, profile_engine, profiles_text
+
+    kinds = tuple(arguments.by.split(","))
+    if arguments.engine is None:
+        raise RequestError("--profile looks into an engine in this process: give an engine file")
+    if arguments.context < 1:
+        raise RequestError(f"--context {arguments.context}: expected at least 1")
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        raise RequestError(f"--by: unknown {', '.join(map(repr, unknown))}; expected some of {', '.join(KINDS)}")
+    progress = Progress(not arguments.json)
+    try:
+        with EngineFile.open(arguments.engine) as engine:
+            facts = profile_engine(engine, arguments.context, arguments.num_workers, progress.show)
+    finally:
+        progress.clear()
+    if arguments.json:
+        print_json(facts)
+    else:
+        print(profiles_text(facts, kinds))
+    return 0
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:

@@ -21,6 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     view = parser.add_mutually_exclusive_group()
     view.add_argument("--layers", action="store_true", help="launches and weights of each layer")
     view.add_argument("--kernels", action="store_true", help="which kernel runs how often, for each number of tokens")
+    view.add_argument("--roofline", action="store_true",
+                      help="what a step must read and multiply, and how long that takes this machine at least")
     view.add_argument("--memory", action="store_true", help="arena, KV cache and the largest weights")
 
 
@@ -199,10 +201,23 @@ def _memory_text(facts: dict[str, Any]) -> str:
     ])
 
 
+def _roofline(engine: EngineFile) -> dict[str, Any]:
+    from ..profile.report import engine_roofline
+
+    return engine_roofline(engine)
+
+
+def _roofline_text(facts: dict[str, Any]) -> str:
+    from ..profile.report import roofline_text
+
+    return roofline_text(facts)
+
+
 # View -> what it tells, and how that is put for people.
 VIEWS: dict[str, tuple[Callable[[EngineFile], Any], Callable[[Any], str]]] = {
     "summary": (_summary, _summary_text),
     "layers": (_layers, _layers_text),
     "kernels": (_kernels, _kernels_text),
     "memory": (_memory, _memory_text),
+    "roofline": (_roofline, _roofline_text),
 }

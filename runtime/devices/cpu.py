@@ -140,6 +140,16 @@ class CpuProgram:
         tier, index = (0, number) if number < self.num_blocks else (1, number - self.num_blocks)
         return self._tiers[tier][index * self.block_bytes : (index + 1) * self.block_bytes]
 
+    def profile(self, inputs: StepInputs) -> np.ndarray:
+        """A whole step; i64 [launches], the ns that each launch of its bucket took. Raises EngineMismatch if the
+        engine's code cannot tell them."""
+        number, index = self._prepare(inputs)
+        launches = self._buckets[index].launches[number]
+        durations = np.zeros(len(launches), np.int64)
+        self._code.profile(self._pool, self._steps[number], launches.ctypes.data, 0, len(launches),
+                           durations.ctypes.data)
+        return durations
+
     def trace(self, inputs: StepInputs, values: Collection[str]) -> dict[str, np.ndarray]:
         number, index = self._prepare(inputs)
         bucket, entries = self._buckets[index], self._engine.plan["buckets"][index]["launches"]

@@ -65,6 +65,7 @@ class NativeCode:
     def __init__(self, engine: EngineFile) -> None:
         """Raises EngineFormatError if it is no library of the ABI that this runtime speaks, WorkFailed."""
         check_cpu(engine)
+        self._engine = engine
         self._path = engine.path
         self._addresses: dict[str, int] = {}
         self._fd, self._library = _load(engine)
@@ -93,6 +94,17 @@ class NativeCode:
             raise EngineFormatError(f"{self._path}: {CODE} has no symbol {name}") from None
         function.restype, function.argtypes = result, arguments
         return function
+
+    def profile(self, *arguments: Any) -> None:
+        """ingot_profile. Raises EngineMismatch if the library is of before profiles."""
+        self.need("ingot_profile")
+        self._function("ingot_profile", None, ctypes.c_void_p, ctypes.POINTER(Step), ctypes.c_void_p, ctypes.c_int,
+                       ctypes.c_int, ctypes.c_void_p)(*arguments)
+
+    def need(self, name: str) -> None:
+        """Raises EngineMismatch unless the library has this function, which engines did not always have."""
+        if not hasattr(self._library, name):
+            raise outdated(self._engine, f"its code has no {name}")
 
     def kernel(self, name: str) -> int:
         """The address of a kernel. Raises EngineFormatError if the library has none of that name."""

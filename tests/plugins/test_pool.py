@@ -49,6 +49,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
                                   ctypes.c_int]
     library.ingot_start.argtypes = library.ingot_run.argtypes
     library.ingot_wait.argtypes = [ctypes.c_void_p]
+    library.ingot_profile.argtypes = [*library.ingot_run.argtypes, ctypes.c_void_p]
     return library
 
 
@@ -176,3 +177,20 @@ def test_abi_version(library: ctypes.CDLL) -> None:
     from ingot.runtime.devices.native_code import ABI_VERSION
 
     assert library.ingot_abi_version() == ABI_VERSION
+
+
+def test_a_profile_is_the_same_step_with_times(chain: Chain) -> None:
+    durations = np.full(52, -1, np.int64)
+    slow = chain.num_workers - 1
+    chain.library.ingot_profile(chain.pool, Step(num_tokens=1, num_seqs=slow), chain.launches, 0, 50,
+                                durations.ctypes.data)
+    assert (durations[:50] > 0).all() and (durations[50:] == -1).all()
+    # Of the launches together: workers that share a core may pass two barriers in one go.
+    assert durations[:50].sum() > 50 * 1000, "each launch waits for the worker that counts to 20,000"
+    plain = Chain(chain.library, chain.num_workers, 50)
+    plain.run(0, 50)
+    np.testing.assert_array_equal(chain.data, plain.data)
+    chain.library.ingot_pool_destroy(plain.pool)
+    chain.expected[:] = plain.expected
+    chain.run(0, 50)  # and no clock runs in the steps that follow
+    assert (durations[50:] == -1).all()

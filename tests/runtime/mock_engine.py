@@ -16,6 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from ingot.compiler.cpu.isa import host_isa
 from ingot.compiler.cpu.toolchain import compile_shared
 from ingot.compiler.engine_writer import EngineWriter
+from ingot.plugins.cpu.ceilings import CEILINGS
 from ingot.plugins.kernel import INCLUDE_DIR, translation_unit
 from ingot.plugins.sampling.cpu import sampling
 from ingot.runtime.manifest import canonical_json
@@ -59,7 +60,8 @@ def compile_code(folder: Path) -> bytes:
              f"       BLOCK_BYTES = {BLOCK_BYTES} }};\n")
     kernels = sizes + Path(__file__).with_name("mock_kernels.c").read_text()
     sources = {"pool.c": (include / "pool.c").read_text(), "kernels.c": kernels,
-               "sampling.c": translation_unit(sampling(VOCAB_SIZE))}
+               "sampling.c": translation_unit(sampling(VOCAB_SIZE)),
+               "ceilings.c": translation_unit(CEILINGS.values())}
     compile_shared(sources, host_isa(), [INCLUDE_DIR, include], out)
     return out.read_bytes()
 
@@ -74,15 +76,16 @@ def bucket(tokens: int) -> dict[str, Any]:
         "arena_bytes": logits + rows * VOCAB_SIZE * 4,
         "outputs": {"logits": {"offset": logits, "width": VOCAB_SIZE, "dtype": "f32"}},
         "launches": [
-            {"kernel": "mock_embed", "args": [["input", "token_ids"], ["weight", "table"], ["arena", x]],
+            {"kernel": "mock_embed", "op": "embedding",
+             "args": [["input", "token_ids"], ["weight", "table"], ["arena", x]],
              "origin": "embed (mock.py:1)", "writes": {"x": {"arg": 2, "shape": [1, "T", DIM], "dtype": "f32"}}},
-            {"kernel": "mock_store", "args": [["arena", x], *cache], "origin": "layers.0.attn"},
-            {"kernel": "mock_mean", "args": [["null"], *cache, ["arena", y]],
+            {"kernel": "mock_store", "op": "kv_write", "args": [["arena", x], *cache], "origin": "layers.0.attn"},
+            {"kernel": "mock_mean", "op": "attention", "args": [["null"], *cache, ["arena", y]],
              "origin": "layers.0.attn", "writes": {"y": {"arg": 4, "shape": ["T", DIM], "dtype": "f32"}}},
-            {"kernel": "mock_logits",
+            {"kernel": "mock_logits", "op": "linear",
              "args": [["arena", y], ["weight", "head"], ["input", "logit_rows"], ["arena", logits]],
              "origin": "head", "writes": {"logits": {"arg": 3, "shape": ["L", VOCAB_SIZE], "dtype": "f32"}}},
-            *({"kernel": kernel.symbol, "args": [["arena", logits]], "origin": "sampling"}
+            *({"kernel": kernel.symbol, "op": "sampling", "args": [["arena", logits]], "origin": "sampling"}
               for kernel in sampling(VOCAB_SIZE)),
         ],
     }
@@ -95,7 +98,8 @@ def plan(blobs: dict[str, str]) -> dict[str, Any]:
         "kv": {"block_size": BLOCK_SIZE, "block_bytes": BLOCK_BYTES, "windows": [None], "slots": [
             {"slot": 0, "table": 0, "heads": HEADS, "key_dim": DIM // HEADS, "value_dim": DIM // HEADS, "dtype": "f32",
              "key_offset": 0, "value_offset": VALUE_OFFSET}]},
-        "weights": {name: {"blob": blob, "size": TABLE.nbytes, "label": name} for name, blob in blobs.items()},
+        "weights": {name: {"blob": blob, "size": TABLE.nbytes, "label": name, "shape": TABLE.shape,
+                           "scheme": "fp32"} for name, blob in blobs.items()},
         "buckets": [bucket(tokens) for tokens in BUCKETS],
         "probes": {"embed": "x", "layers.0": "y"},
     }

@@ -20,20 +20,21 @@ def test_arguments_are_bound_to_places() -> None:
 
 def test_plan_json() -> None:
     launch = Launch("norm", (Arg("value", "x"), Arg("weight", "w0"), NULL, Arg("value", "y")), "model.norm", ("x", "y"),
-                    {"y": Write(3, ("L", 8), "f32")})
+                    {"y": Write(3, ("L", 8), "f32")}, op="rms_norm")
     bucket = Bucket(4, (launch, Launch("last", ())), {"x": 0, "y": 64}, 128, 128, 160, {"logits": Output(64, 8, "f32")})
     kv = KvCache(16, 2048, (None, 512), (KvSlot(0, 2, 16, 8, "bf16", 1, 0, 1024),))
-    plan = Plan(kv, {"w0": Weight("ab" * 32, 32, "norm")}, (bucket,), {"model.norm": "y"})
+    plan = Plan(kv, {"w0": Weight("ab" * 32, 32, "norm", (8,), "fp32")}, (bucket,), {"model.norm": "y"})
     assert json.loads(json.dumps(plan.to_json())) == {
         "version": 2,
         "kv": {"block_size": 16, "block_bytes": 2048, "windows": [None, 512], "slots": [
             {"slot": 0, "heads": 2, "key_dim": 16, "value_dim": 8, "dtype": "bf16", "table": 1, "key_offset": 0,
              "value_offset": 1024}]},
-        "weights": {"w0": {"blob": "ab" * 32, "size": 32, "label": "norm"}},
+        "weights": {"w0": {"blob": "ab" * 32, "size": 32, "label": "norm", "shape": [8], "scheme": "fp32"}},
         "buckets": [{
             "tokens": 4, "arena_bytes": 128, "outputs": {"logits": {"offset": 64, "width": 8, "dtype": "f32"}},
             "launches": [
                 {"kernel": "norm", "args": [["arena", 0], ["weight", "w0"], ["null"], ["arena", 64]],
-                 "origin": "model.norm", "writes": {"y": {"arg": 3, "shape": ["L", 8], "dtype": "f32"}}},
+                 "op": "rms_norm", "origin": "model.norm",
+                 "writes": {"y": {"arg": 3, "shape": ["L", 8], "dtype": "f32"}}},
                 {"kernel": "last", "args": []}]}],
         "probes": {"model.norm": "y"}}

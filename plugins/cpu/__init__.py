@@ -1,0 +1,1 @@
+"""What all kernels of CPU targets share."""

@@ -1,0 +1,109 @@
+"""Profiles and rooflines of an engine: as JSON, and as people read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from ..cli.output import size, table
+from ..devices.native_code import check_cpu
+from ..engine_file import EngineFile
+from ..host import available_cores
+from ..program import EngineMismatch, Limits, check_plan_version
+from .ceilings import measure_ceilings
+from .profile import Measured, profile, roofline, summed, usual_phases
+
+KINDS: dict[str, Callable[[Measured], str]] = {
+    "operator": lambda launch: launch.op, "part": lambda launch: launch.part, "kernel": lambda launch: launch.kernel}
+"""What launches are summed up by."""
+
+ROOFLINE_CONTEXT = 512
+_SECONDS = 1.5
+_LEAST_SHARE = 0.002
+
+
+def profile_engine(engine: EngineFile, context: int, num_workers: int | None, progress: Callable[[str], None],
+                   ) -> dict[str, Any]:
+    """Measures the usual phases, in some seconds. Raises EngineMismatch, EngineFormatError or WorkFailed."""
+    workers = available_cores() if num_workers is None else num_workers
+    check_plan_version(engine)
+    phases = usual_phases(Limits.of(engine.manifest), context)
+    found = profile(engine, phases, workers, _SECONDS, progress)
+    progress("ceilings of this machine")
+    ceilings = measure_ceilings(engine, workers)
+    return {"engine": str(engine.path), "num_workers": workers, "ceilings": asdict(ceilings), "phases": [
+        {**asdict(each.phase), "num_steps": each.num_steps, "step_s": each.step_s, "least_step_s": each.least_step_s,
+         **{kind: [asdict(row) for row in summed(each.launches, key, ceilings)] for kind, key in KINDS.items()}}
+        for each in found]}
+
+
+def profiles_text(facts: dict[str, Any], kinds: Sequence[str]) -> str:
+    """kinds: of KINDS, a table for each."""
+    texts = [_ceilings_text(facts)]
+    for phase in facts["phases"]:
+        tokens = phase["num_seqs"] * phase["num_new"]
+        texts.append(f"{phase['name']} (sequences of {phase['context']} tokens): a step in {phase['step_s'] * 1e3:.3f} "
+                     f"ms, at least {phase['least_step_s'] * 1e3:.3f} (median and minimum of {phase['num_steps']}); "
+                     f"{tokens / phase['step_s']:.0f} tok/s")
+        texts += [_rows_text(kind, phase[kind]) for kind in kinds]
+    return "\n\n".join(texts)
+
+
+def _rows_text(kind: str, rows: list[dict[str, Any]]) -> str:
+    total = sum(row["seconds"] for row in rows)
+    shown = [row for row in rows if row["seconds"] >= _LEAST_SHARE * total]
+    if rest := rows[len(shown):]:
+        shown = [*shown, _sum("others", rest)]
+    lines = [_cells(row, total) for row in [*shown, _sum("all", rows)]]
+    return table(lines, (kind, "launches", "us", "share", "us each", "bytes", "GB/s", "GOP/s", "of roofline"))
+
+
+def _cells(row: dict[str, Any], total: float) -> tuple[str, ...]:
+    seconds = row["seconds"]
+
+    def rate(count: int) -> str:
+        return f"{count / seconds / 1e9:.1f}" if count and seconds else ""
+
+    return (row["name"], str(row["launches"]), f"{seconds * 1e6:.1f}", f"{seconds / total:.1%}",
+            f"{seconds * 1e6 / row['launches']:.2f}", size(row["num_bytes"]) if row["num_bytes"] else "",
+            rate(row["num_bytes"]), rate(row["operations"]), f"{row['roofline_s'] / seconds:.0%}" if seconds else "")
+
+
+def _sum(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    counts = ("launches", "seconds", "num_bytes", "operations", "roofline_s")
+    return {"name": name, **{key: sum(row[key] for row in rows) for key in counts}}
+
+
+def _ceilings_text(facts: dict[str, Any]) -> str:
+    ceilings = facts["ceilings"]
+    rates = ", ".join(f"{kind} {rate / 1e9:.0f} GOP/s" for kind, rate in ceilings["operations_s"].items())
+    return (f"At most, measured now with {facts['num_workers']} workers: memory "
+            f"{ceilings['read_bytes_s'] / 1e9:.1f} GB/s, {rates}")
+
+
+def engine_roofline(engine: EngineFile) -> dict[str, Any]:
+    """What steps of the usual phases must read and multiply; how long that takes at least, if the engine runs here."""
+    workers, ceilings, obstacle = available_cores(), None, None
+    try:
+        check_cpu(engine)
+        ceilings = measure_ceilings(engine, workers)
+    except EngineMismatch as error:
+        obstacle = str(error)
+    phases = usual_phases(Limits.of(engine.manifest), ROOFLINE_CONTEXT)
+    return {"num_workers": workers, "ceilings": None if ceilings is None else asdict(ceilings),
+            "why_not_here": obstacle, "phases": [roofline(engine, phase, ceilings) for phase in phases]}
+
+
+def roofline_text(facts: dict[str, Any]) -> str:
+    rows = []
+    for phase in facts["phases"]:
+        operations = ", ".join(f"{kind} {count / 1e9:.3f}" for kind, count in phase["operations"].items())
+        cells = [phase["phase"], phase["new_tokens"], phase["context"], size(phase["bytes"]), operations]
+        if "least_s" in phase:
+            cells += [f"{phase['reading_s'] * 1e3:.3f}", f"{phase['least_s'] * 1e3:.3f}",
+                      f"{phase['most_tokens_s']:.0f}"]
+        rows.append(cells)
+    header = ("a step of", "tokens", "context", "bytes", "GOP", "ms to read", "ms at least", "tok/s at most")
+    known = _ceilings_text(facts) if facts["ceilings"] else f"No times: {facts['why_not_here']}"
+    return known + "\n\n" + table(rows, header[:len(rows[0])])

@@ -1,0 +1,112 @@
+"""What each launch of a step has to read and to multiply, by the plan alone: shapes of weights, keys and values.
+
+Counted is what cannot be avoided: every weight once, every key and value that a token sees once. Activations are not
+counted, which lie in the caches of a CPU, nor is the arithmetic between matrices.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..engine_file import EngineFile
+from ..program import outdated
+
+_DTYPE_BYTES = {"f32": 4, "bf16": 2, "f16": 2, "i8": 1, "u8": 1}
+FLOAT, INT8, W4A8 = "float", "int8", "w4a8"
+_ARITHMETIC = {"int8": INT8, "w4a8": W4A8}
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A step of num_seqs sequences with num_new tokens each, at the end of `context` tokens, those included.
+
+    Logits are computed for the last token of each sequence.
+    """
+
+    name: str
+    num_seqs: int
+    num_new: int
+    context: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_seqs * self.num_new
+
+    def visible(self, window: int | None) -> int:
+        """Pairs of a token of this step and a position that it sees."""
+        first = self.context - self.num_new + 1
+        seen = (min(position, window or position) for position in range(first, self.context + 1))
+        return self.num_seqs * sum(seen)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Bytes to read or write of weights and KV cache, multiplications (each with an addition), and of what numbers."""
+
+    num_bytes: int = 0
+    multiplies: int = 0
+    arithmetic: str = FLOAT
+
+    @property
+    def operations(self) -> int:
+        return 2 * self.multiplies
+
+
+def bucket_of(engine: EngineFile, num_tokens: int) -> dict[str, Any]:
+    """The launches of a step of so many tokens. Raises EngineMismatch if they do not say what they compute."""
+    buckets = engine.plan["buckets"]
+    bucket: dict[str, Any] = buckets[bisect_left([bucket["tokens"] for bucket in buckets], num_tokens)]
+    if not all("op" in launch for launch in bucket["launches"]):
+        raise outdated(engine, "its plan does not say what each launch computes")
+    return bucket
+
+
+def work_of(plan: Mapping[str, Any], launch: Mapping[str, Any], phase: Phase) -> Work:
+    """What one launch of the plan has to do in such a step."""
+    written = [_count(write["shape"], phase) for write in launch.get("writes", {}).values()]
+    weights = [plan["weights"][arg[1]] for arg in launch["args"] if arg[0] == "weight"]
+    slots = {arg[1] for arg in launch["args"] if arg[0] == "kv"}
+    matrix = max(weights, key=lambda weight: int(weight["size"]), default=None)
+    size = sum(weight["size"] for weight in weights)
+    op = launch["op"]
+    if slots:
+        slot = next(slot for slot in plan["kv"]["slots"] if slot["slot"] in slots)
+        return _attention(plan["kv"], slot, written, phase) if op == "attention" else Work(
+            size + phase.num_tokens * _row_bytes(slot))
+    if matrix is None:
+        return Work()
+    rows, width = matrix["shape"][:-1], matrix["shape"][-1]
+    if op == "embedding":  # reads the rows of its tokens only
+        return Work(min(size, size * phase.num_tokens // max(1, rows[0])))
+    if op == "expert_linear":
+        touched = min(rows[0], written[0] // rows[-1])  # at most: tokens may share experts
+        return Work(size * touched // rows[0], written[0] * width, _ARITHMETIC.get(matrix["scheme"], FLOAT))
+    if op == "linear":
+        return Work(size, written[0] * width, _ARITHMETIC.get(matrix["scheme"], FLOAT))
+    return Work(size)
+
+
+def _attention(kv: Mapping[str, Any], slot: Mapping[str, Any], written: list[int], phase: Phase) -> Work:
+    window = kv["windows"][slot["table"]]
+    reach = phase.context if window is None else min(phase.context, window + phase.num_new - 1)
+    heads = written[0] // (phase.num_tokens * slot["value_dim"]) if written else 0
+    return Work(phase.num_seqs * reach * _row_bytes(slot),
+                phase.visible(window) * heads * (slot["key_dim"] + slot["value_dim"]))
+
+
+def _row_bytes(slot: Mapping[str, Any]) -> int:
+    """Of a token's keys and values in one slot."""
+    return int(slot["heads"] * (slot["key_dim"] + slot["value_dim"]) * _DTYPE_BYTES[slot["dtype"]])
+
+
+def _count(shape: list[int | str], phase: Phase) -> int:
+    """Elements of a value; "T" is the tokens of the step, "L" its rows of logits, "9*T" nine times as many."""
+    sizes = {"T": phase.num_tokens, "L": phase.num_seqs}
+    count = 1
+    for dim in shape:
+        factor, _, symbol = str(dim).rpartition("*")
+        count *= int(factor or 1) * (sizes[symbol] if symbol in sizes else int(symbol))
+    return count
