@@ -96,10 +96,10 @@ def paged_attention(q, k, v, cos, sin, q_norm, k_norm, k_part, v_part, k_scales,
                                 DP), kind)
         # The new tokens of this part of the context go to the cache, and come back from there.
         new = tl.arange(0, QP)
-        n = context - length + new
-        mine = (new < length) & (n >= begin) & (n < end)
-        blocks = tl.load(table + n // BLOCK_SIZE, mask=mine, other=0).to(tl.int64)
-        slots = (kv_head * BLOCK_SIZE + n % BLOCK_SIZE).to(tl.int64)
+        place = context - length + new
+        mine = (new < length) & (place >= begin) & (place < end)
+        blocks = tl.load(table + place // BLOCK_SIZE, mask=mine, other=0).to(tl.int64)
+        slots = (kv_head * BLOCK_SIZE + place % BLOCK_SIZE).to(tl.int64)
         at = (start + new).to(tl.int64)
         keys = turned(k, at * K_STRIDE + kv_head * D, start + new, mine, cos, sin, k_norm, D, ROTARY, BEGIN,
                       INTERLEAVED, EPS, DP)

@@ -196,19 +196,20 @@ def _many_tokens(p: Problem, device: Device) -> list[Tile]:
     for tokens, step, tma in product((64, 128, 256) if widest else (64, 128), _channel_steps(p), (True, False)):
         if tma and not (device.has_warpgroup_mma or (device.has_tma and FORMATS[p.format].bits > 4)):
             continue  # four bits come to registers in another order than mma.sync takes them: they would spill
-        if tokens > (128 if one_accumulator else 64) and not tma:
-            continue  # the rows' addresses do not fit the registers beside the sums
-        if not one_accumulator and tokens > 64 and not device.has_warpgroup_mma:
+        if (tokens > (128 if one_accumulator else 64) and not tma) or tokens * step > 256 * 128:
+            continue  # addresses of the tile's rows do not fit the registers beside the sums
+        if not one_accumulator and tokens > 64 and (
+                not device.has_warpgroup_mma or (p.format == "fp8_block" and device.capability >= 100)):
             continue  # a second accumulator does not fit the registers
         blocks = -(-p.n // 128) * row_tiles(p, tokens)
-        stages = _stages(p, device, 128, tokens, step, 4)
+        stages, warps = _stages(p, device, 128, tokens, step, 4), 8 if tokens >= 128 or not one_accumulator else 4
         for splits in (1, 2, 4):
             if splits > 1 and (blocks * splits > device.num_sms or -(-p.k // step) % splits):
                 continue
-            tile = Tile(128, tokens, step, splits, 8 if tokens >= 128 else 4, stages, tma)
+            tile = Tile(128, tokens, step, splits, warps, stages, tma)
             # Triton specializes warps for tcgen05 and for mma.sync with descriptors; for wgmma it changes nothing.
-            # A tile of 256 tokens leaves too few registers for it.
-            if tma and device.capability >= 100 and FORMATS[p.format].bits > 4 and tokens == 128:
+            # A tile of 256 tokens, or two accumulators, leave too few registers for it.
+            if tma and device.capability >= 100 and FORMATS[p.format].bits > 4 and tokens == 128 and one_accumulator:
                 tiles.append(replace(tile, specialize=True))
             tiles.append(tile)
     return tiles
