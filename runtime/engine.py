@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Self, overload
 import numpy as np
 
 from .devices import load_program
-from .engine_file import EngineFile
 from .errors import RequestError, WorkFailed
 from .executor.answer import Answer, Running, make_answers
 from .executor.recorder import Recorder
@@ -34,10 +33,12 @@ from .sampling import SamplingParams
 from .sampling_inputs import Float32Array
 from .scheduler import Scheduler, SchedulerSettings
 from .step import StepInputs
+from .store.locate import open_engine
 from .tokenizer import Tokenizer, read_config
 
 if TYPE_CHECKING:
     from .chat_template import Message
+    from .engine_file import EngineFile
 
     Prompt = str | Sequence[int] | Sequence[Message]
 
@@ -103,23 +104,24 @@ class Engine:
         self._num_requests = 0
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], *, kv_cache_tokens: int | None = None,
-             num_workers: int | None = None) -> Self:
-        """Load the engine at `path`.
+    def load(cls, engine: str | os.PathLike[str], *, kv_cache_tokens: int | None = None,
+             num_workers: int | None = None, store: str | os.PathLike[str] | None = None) -> Self:
+        """Load an engine: a file, a name in the store, or the start of a hash.
 
         kv_cache_tokens  tokens that the KV cache has room for; memory is taken only as it is used. By default as many
                          as the engine's largest batch of longest sequences, within half of the available memory.
         num_workers      threads; by default one a core that this process may use
+        store            folder of the engine store; by default $INGOT_STORE, else engines/
         Raises RequestError (EngineFormatError, EngineMismatch) or WorkFailed.
         """
-        file = EngineFile.open(path)
+        file = open_engine(engine, store)
         try:
             tokens = kv_cache_tokens
             if tokens is None:
                 tokens = min(tokens_in_free_memory(file.manifest), most_useful_tokens(file.manifest))
-            engine = cls(file, load_program(file, tokens, num_workers), Tokenizer.of(file))
+            loaded = cls(file, load_program(file, tokens, num_workers), Tokenizer.of(file))
             return_free_memory()  # loading parses much JSON: what it leaves would stay for as long as the engine serves
-            return engine
+            return loaded
         except BaseException:
             file.close()
             raise

@@ -6,12 +6,14 @@ code. It reads neither weights nor tokenizer. `read` checks the hash of what it 
 that after it no byte of the file is unchecked.
 
 A stripped engine has the manifest of the whole one, and so its hash, but no weights. They are files elsewhere, such as
-in a store, that `find_blob` finds by their SHA-256.
+in a store, that `find_blob` finds by their SHA-256. Of a loose engine, which is how a store holds it, all members are
+such files, and what is opened is the manifest: `EngineFile.open_loose`.
 
 A mapped engine must not be changed in place; writing a new one over it is safe, for the writer replaces the name and
 leaves the old file to those who have it mapped.
 """
 
+import errno
 import hashlib
 import io
 import mmap
@@ -44,7 +46,7 @@ from .engine_format import (
     section,
 )
 from .errors import RequestError
-from .manifest import MAX_MANIFEST_BYTES, check_manifest, check_members, parse_canonical, parse_object
+from .manifest import MAX_MANIFEST_BYTES, canonical_json, check_manifest, check_members, parse_canonical, parse_object
 
 if TYPE_CHECKING:
     import numpy as np
@@ -58,7 +60,7 @@ FindBlob = Callable[[str], Path | None]
 
 
 class WeightsMissing(RequestError):
-    """A stripped engine's weights are asked for, and are not to be found."""
+    """Members that the engine's file lacks, a stripped engine's weights, are asked for and are not to be found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +79,9 @@ class EngineFile:
     hash      SHA-256 of manifest.json, the name of this engine
     manifest  its content
     plan      content of plan.json, parsed when first asked for
-    members   name -> Member (size, offsets), in the order of the directory: manifest, plan, code, …
-    stripped  name -> size in bytes of the weights that the file lacks; empty for a whole engine
+    members   name -> Member (size, offsets) of those in the file, in its directory's order: manifest, plan, code, …
+    stripped  name -> size in bytes of those that the file lacks: none for a whole engine, all for a loose one
+    sizes     name -> size in bytes of both
     """
 
     path: str
@@ -86,6 +89,7 @@ class EngineFile:
     manifest: dict[str, Any]
     members: Mapping[str, Member]
     stripped: Mapping[str, int]
+    sizes: Mapping[str, int]
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], find_blob: FindBlob | None = None) -> Self:
@@ -94,12 +98,24 @@ class EngineFile:
         Raises RequestError when there is no readable file, else EngineFormatError or one of its kinds: NotAnEngine,
         EngineTruncated, EngineVersionError, EngineHashMismatch.
         """
+        return cls._open(path, find_blob, cls._check_file)
+
+    @classmethod
+    def open_loose(cls, path: str | os.PathLike[str], find_blob: FindBlob) -> Self:
+        """Opens and checks the engine whose manifest is the file at `path`; all else comes from find_blob.
+
+        Raises as `open` does, and WeightsMissing.
+        """
+        return cls._open(path, find_blob, cls._check_loose)
+
+    @classmethod
+    def _open(cls, path: str | os.PathLike[str], find_blob: FindBlob | None, check: Callable[[Self], None]) -> Self:
         engine = cls()
         engine.path = os.fspath(path)
         engine._find_blob = find_blob
         engine._file = _open_file(engine.path)
         try:
-            engine._check()
+            check(engine)
         except EngineFormatError as error:
             engine.close()
             raise type(error)(f"{engine.path}: {error}") from None
@@ -170,27 +186,25 @@ class EngineFile:
         Of a stripped engine that was opened with `find_blob`, the weights too, wherever they lie. Raises
         EngineHashMismatch that lists every member that fails, expected and got; WeightsMissing.
         """
-        elsewhere = self.stripped if self._find_blob is not None else {}
-        total = sum(member.size for member in self.members.values()) + sum(elsewhere.values())
-        done = 0
+        sizes = self.sizes if self._find_blob is not None else {name: self.sizes[name] for name in self.members}
+        total, done = sum(sizes.values()), 0
         failures = []
-        for name in (*self.members, *elsewhere):
+        for name, size in sizes.items():
             try:
-                if name in elsewhere:
+                if name in self.stripped:
                     self._check_blob(name, self._blob_chunks(name))
                 else:
                     self._check_hash(self.members[name], self._chunks(self.members[name]))
             except EngineHashMismatch as error:
                 failures.append(str(error))
-            done += elsewhere[name] if name in elsewhere else self.members[name].size
+            done += size
             if on_progress is not None:
                 on_progress(done, total)
         if failures:
             raise EngineHashMismatch(
-                f"{self.path}: {len(failures)} of {len(self.members)} members are damaged:\n  " + "\n  ".join(failures)
+                f"{self.path}: {len(failures)} of {len(sizes)} members are damaged:\n  " + "\n  ".join(failures)
             )
         parse_canonical(self.read(PLAN), f"{self.path}: {PLAN}")
-        sizes = {name: member.size for name, member in self.members.items()} | dict(elsewhere)
         return [MemberCheck(name, size, self._sha256(name)) for name, size in sizes.items()]
 
     def _sha256(self, name: str) -> str:
@@ -201,7 +215,44 @@ class EngineFile:
             raise EngineFormatError(f"{self.path}: the engine has no member {name!r}")
         return self.members[name]
 
-    def _check(self) -> None:
+    def manifest_bytes(self) -> bytes:
+        """The canonical JSON whose SHA-256 is `hash`."""
+        return canonical_json(self.manifest)
+
+    def copy(self, name: str, fd: int) -> None:
+        """Appends the data of a member, unchecked, to a file; without copying where the file system can share them.
+
+        Raises EngineFormatError, WeightsMissing, OSError.
+        """
+        if name in self.stripped:
+            with open(self._blob(name), "rb") as file:
+                _copy(file.fileno(), 0, self.stripped[name], fd)
+        else:
+            member = self._member(name)
+            _copy(self._file.fileno(), member.data_offset, member.size, fd)
+
+    def _check_loose(self) -> None:
+        """Fills members, manifest and hash, or raises EngineFormatError, WeightsMissing."""
+        size = os.fstat(self._file.fileno()).st_size
+        _check_manifest_size(size)
+        data = _read(self._file, 0, size, MANIFEST)
+        self.members = MappingProxyType({})
+        self.hash = hashlib.sha256(data).hexdigest()
+        self._take_manifest(data)
+        if PLAN not in self.stripped:
+            raise EngineFormatError(f"member {PLAN} is missing")
+        for name in self.stripped:
+            if section(name) in (PLAN, "code/"):
+                self._check_blob(name, self._blob_chunks(name))
+
+    def _take_manifest(self, data: bytes) -> None:
+        self.manifest = parse_canonical(data, MANIFEST)
+        check_manifest(self.manifest)
+        table = self.manifest["members"]
+        self.stripped = {name: table[name]["size"] for name in table if name not in self.members}
+        self.sizes = {name: member.size for name, member in self.members.items()} | self.stripped
+
+    def _check_file(self) -> None:
         """Fills members, manifest and hash, or raises EngineFormatError."""
         in_file = _read_layout(self._file)
         listed = sorted(in_file, key=lambda member: DIRECTORY_ORDER.index(section(member.name)))
@@ -210,23 +261,22 @@ class EngineFile:
             if name not in self.members:
                 raise EngineFormatError(f"member {name} is missing")
         manifest = self.members[MANIFEST]
-        if manifest.size > MAX_MANIFEST_BYTES:
-            raise EngineFormatError(f"{MANIFEST} has {manifest.size} bytes, at most {MAX_MANIFEST_BYTES} are allowed")
+        _check_manifest_size(manifest.size)
         data = _read(self._file, manifest.data_offset, manifest.size, MANIFEST)
         self.hash = hashlib.sha256(data).hexdigest()
         self._check_hash(manifest, [data])  # the CRC: no other record tells the manifest's SHA-256
-        self.manifest = parse_canonical(data, MANIFEST)
-        check_manifest(self.manifest)
+        self._take_manifest(data)
         check_members(self.manifest, self.members)
-        table = self.manifest["members"]
-        self.stripped = {name: table[name]["size"] for name in table if name not in self.members}
         for member in listed:
             if section(member.name) in (PLAN, "code/"):
                 self._check_hash(member, self._chunks(member))
 
     def _blob(self, name: str) -> Path:
-        """The file of a weight that this one lacks; its size is right."""
+        """The file of a member that this one lacks; its size is right."""
         path = None if self._find_blob is None else self._find_blob(self._sha256(name))
+        if path is None and not self.members:
+            raise WeightsMissing(f"{self.path}: {name}, blob {self._sha256(name)}, is not in the store.\n"
+                                 f"  Get it again: ingot engines pull URL {self.hash}")
         if path is None:
             where = "in the store" if self._find_blob is not None else "known without a store"
             raise WeightsMissing(f"{self.path} was written without its weights, and {name} is not {where}.\n"
@@ -298,6 +348,32 @@ def _read(file: io.FileIO, offset: int, size: int, what: str) -> bytes:
         parts.append(part)
         offset, size = offset + len(part), size - len(part)
     return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _copy(source: int, offset: int, size: int, target: int) -> None:
+    """Appends `size` bytes at `offset` of one file to another."""
+    end = offset + size
+    try:
+        while offset < end:
+            copied = os.copy_file_range(source, target, end - offset, offset)
+            if copied == 0:
+                break
+            offset += copied
+    except OSError as error:
+        if error.errno not in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+    while offset < end:  # between file systems that cannot
+        data = os.pread(source, min(_CHUNK_BYTES, end - offset), offset)
+        if not data:
+            raise EngineTruncated(f"the file ends at {offset}, {end - offset} bytes early; it shrank while being read")
+        offset += len(data)
+        while data:
+            data = data[os.write(target, data) :]
+
+
+def _check_manifest_size(size: int) -> None:
+    if size > MAX_MANIFEST_BYTES:
+        raise EngineFormatError(f"{MANIFEST} has {size} bytes, at most {MAX_MANIFEST_BYTES} are allowed")
 
 
 def _read_layout(file: io.FileIO) -> list[Member]:

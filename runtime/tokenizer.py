@@ -45,9 +45,9 @@ class Tokenizer:
     @classmethod
     def of(cls, engine: EngineFile) -> Tokenizer | None:
         """The tokenizer of an engine; None if it has none and takes token ids only."""
-        if TOKENIZER not in engine.members:
+        if TOKENIZER not in engine.sizes:
             return None
-        template = engine.read(CHAT_TEMPLATE).decode() if CHAT_TEMPLATE in engine.members else None
+        template = engine.read(CHAT_TEMPLATE).decode() if CHAT_TEMPLATE in engine.sizes else None
         return cls(engine.read(TOKENIZER), read_config(engine), template)
 
     def to_json(self) -> str:
@@ -117,7 +117,7 @@ class Tokenizer:
 
 def read_config(engine: EngineFile) -> dict[str, Any]:
     """tokenizer/config.json: bos_token_id, eos_token_ids, special_tokens, generation; empty if there is none."""
-    if CONFIG not in engine.members:
+    if CONFIG not in engine.sizes:
         return {}
     config: dict[str, Any] = json.loads(engine.read(CONFIG))
     return config

@@ -36,6 +36,7 @@ VERBS = {
     "diff": Verb("ingot.runtime.cli.diff", "what differs between two engines, and why"),
     "refit": Verb("ingot.compiler.cli.refit", "new weights in an engine, without compiling"),
     "cache": Verb("ingot.compiler.cli.cache", "what builds have kept for later builds"),
+    "engines": Verb("ingot.runtime.cli.engines", "the engine store: names, their history, push and pull"),
     "targets": Verb("ingot.compiler.cli.targets", "what engines can be built for"),
     "doctor": Verb("ingot.runtime.cli.doctor", "what this machine can build and run"),
 }

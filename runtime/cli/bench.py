@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import RequestError, WorkFailed
-from .engine_options import add_engine_arguments, engine_options
+from .engine_options import add_engine_argument, add_engine_arguments, engine_options, open_engine
 from .output import Progress, print_json, table
 from .serve import SWITCH_INTERVAL_S
 
@@ -36,7 +36,7 @@ _MAX_DRY_SESSIONS = 10_000
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from ..bench.workload import DISTRIBUTIONS, PRESETS
 
-    parser.add_argument("engine", nargs="?", help="engine file, to be run in this process")
+    add_engine_argument(parser, nargs="?")
     parser.add_argument("--url", help="a server instead: grpc://HOST:PORT, http://HOST:PORT, grpcs:// or https://")
     server = parser.add_argument_group("the server")
     server.add_argument("--model", metavar="NAME", help="by HTTP; default: the first that it has")
@@ -123,7 +123,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _profile(arguments: argparse.Namespace) -> int:
-    from ..engine_file import EngineFile
     from ..profile.report import KINDS, profile_engine, profiles_text
 
     kinds = tuple(arguments.by.split(","))
@@ -135,7 +134,7 @@ def _profile(arguments: argparse.Namespace) -> int:
         raise RequestError(f"--by: unknown {', '.join(map(repr, unknown))}; expected some of {', '.join(KINDS)}")
     progress = Progress(not arguments.json)
     try:
-        with EngineFile.open(arguments.engine) as engine:
+        with open_engine(arguments) as engine:
             facts = profile_engine(engine, arguments.context, arguments.num_workers, progress.show)
     finally:
         progress.clear()
@@ -196,11 +195,10 @@ def _dry_run(arguments: argparse.Namespace, plan: Plan) -> int:
 
     facts, count_tokens = Facts("the dry run", "", vocab_size=_SOME_VOCABULARY), None
     if arguments.engine is not None:
-        from ..engine_file import EngineFile
         from ..program import Limits
         from ..tokenizer import Tokenizer
 
-        with EngineFile.open(arguments.engine) as file:
+        with open_engine(arguments) as file:
             facts.max_seq_len = min(Limits.of(file.manifest).max_seq_len, arguments.max_seq_len or 1 << 31)
             if (tokenizer := Tokenizer.of(file)) is not None:
                 encode = tokenizer.encode

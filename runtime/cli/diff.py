@@ -5,17 +5,18 @@ from dataclasses import asdict
 
 from ..diff import EngineDiff, diff
 from ..engine_file import EngineFile
+from .engine_options import add_engine_argument, open_engine
 from .output import print_json, table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("a", metavar="A", help="engine file")
-    parser.add_argument("b", metavar="B", help="engine file")
+    add_engine_argument(parser, "a", metavar="A")
+    parser.add_argument("b", metavar="B", help="likewise")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit status 0 whether or not they differ: to compare is the work, and it succeeded."""
-    with EngineFile.open(arguments.a) as a, EngineFile.open(arguments.b) as b:
+    with open_engine(arguments, "a") as a, open_engine(arguments, "b") as b:
         found = diff(a, b)
         if arguments.json:
             print_json({"a": {"path": a.path, "hash": a.hash}, "b": {"path": b.path, "hash": b.hash}, **asdict(found)})
@@ -26,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _text(found: EngineDiff, a: EngineFile, b: EngineFile) -> str:
     if found.equal:
-        bare = [engine.path for engine in (a, b) if engine.stripped]
+        bare = [engine.path for engine in (a, b) if engine.stripped and engine.members]
         return f"the same engine: hash {a.hash}" + (f"\n{', '.join(bare)} without its weights" if bare else "")
     return "\n".join([
         table([("A", a.hash, a.path), ("B", b.hash, b.path)]), "",

@@ -3,16 +3,39 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ..engine_file import EngineFile
     from ..executor.loading import EngineOptions
+
+
+def add_engine_argument(parser: argparse.ArgumentParser, name: str = "engine", **settings: Any) -> None:
+    """A positional argument that says which engine, and --store."""
+    parser.add_argument(name, help="engine: a file, a name in the store, or the start of a hash", **settings)
+    add_store_argument(parser)
+
+
+def add_store_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--store", metavar="FOLDER", help="the engine store (default: $INGOT_STORE, else engines/)")
+
+
+def open_engine(arguments: argparse.Namespace, name: str = "engine") -> EngineFile:
+    """The engine that such an argument names."""
+    from ..store import locate
+
+    return locate.open_engine(getattr(arguments, name), arguments.store)
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     from ..kv_memory import DEFAULT_FRACTION
     from ..scheduler import ChunkingPolicy, SchedulerPolicy
 
+    allowed = parser.add_argument_group("which engines may be loaded")
+    allowed.add_argument("--require-hash", action="append", default=[], metavar="HASH",
+                         help="only one of this hash; may be repeated: one of these")
+    allowed.add_argument("--require-signature", action="append", default=[], metavar="KEY",
+                         help="only one signed by the key whose public half is this PEM file; may be repeated")
     group = parser.add_argument_group("how the engine runs")
     group.add_argument("--scheduler-policy", choices=list(SchedulerPolicy.__members__), default="GUARANTEED_NO_EVICT",
                        help="GUARANTEED_NO_EVICT (default): a request starts only if it can run to its end; "
@@ -40,6 +63,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 def engine_options(arguments: argparse.Namespace) -> EngineOptions:
     from ..executor.loading import EngineOptions
     from ..scheduler import ChunkingPolicy, SchedulerPolicy
+    from ..store.policy import LoadPolicy
 
     return EngineOptions(
         scheduler_policy=SchedulerPolicy[arguments.scheduler_policy],
@@ -49,4 +73,5 @@ def engine_options(arguments: argparse.Namespace) -> EngineOptions:
         kv_cache_tokens=arguments.kv_cache_tokens, kv_cache_fraction=arguments.kv_cache_fraction,
         host_kv_tokens=arguments.host_kv_tokens, host_cache_fraction=arguments.host_cache_fraction,
         prefix_reuse=not arguments.no_prefix_reuse, num_workers=arguments.num_workers,
-        log_requests=arguments.log_requests)
+        log_requests=arguments.log_requests, store=arguments.store,
+        policy=LoadPolicy.of(arguments.require_hash, arguments.require_signature))

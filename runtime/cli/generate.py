@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..errors import RequestError
+from .engine_options import add_engine_argument
 from .output import print_json, size
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("engine", help="engine file")
+    add_engine_argument(parser)
     parser.add_argument("prompt", help="text; - reads it from standard input")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--chat", action="store_true", help="as a message in a chat (default if it has a template)")
@@ -52,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     ).seeded()
     begin = time.perf_counter()
     with Engine.load(arguments.engine, kv_cache_tokens=arguments.kv_cache_tokens,
-                     num_workers=arguments.num_workers) as engine:
+                     num_workers=arguments.num_workers, store=arguments.store) as engine:
         loaded = time.perf_counter()
         token_ids = engine.encode(_prompt(arguments, engine))
         pieces, times = _answer(engine.stream(token_ids, params), not arguments.json)

@@ -11,13 +11,14 @@ from ..engine_file import EngineFile
 from ..engine_format import section
 from ..host import available_memory_bytes
 from ..program import EngineMismatch, check_plan_version
+from .engine_options import add_engine_argument, open_engine
 from .output import print_json, size, table
 
 _NUM_LARGEST = 12
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("engine", help="engine file")
+    add_engine_argument(parser)
     view = parser.add_mutually_exclusive_group()
     view.add_argument("--layers", action="store_true", help="launches and weights of each layer")
     view.add_argument("--kernels", action="store_true", help="which kernel runs how often, for each number of tokens")
@@ -29,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     view = next((name for name in VIEWS if getattr(arguments, name, False)), "summary")
     collect, text = VIEWS[view]
-    with EngineFile.open(arguments.engine) as engine:
+    with open_engine(arguments) as engine:
         check_plan_version(engine)
         facts = collect(engine)
     if arguments.json:
@@ -43,9 +44,9 @@ def _summary(engine: EngineFile) -> dict[str, Any]:
     manifest = {key: value for key, value in engine.manifest.items() if key not in ("kernels", "members")}
     members: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
-    for name, member in engine.members.items():
+    for name, num_bytes in engine.sizes.items():
         members[section(name)] += 1
-        sizes[section(name)] += member.size
+        sizes[section(name)] += num_bytes
     try:
         check_cpu(engine)
         obstacle = None

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import RequestError
-from .engine_options import add_engine_arguments, engine_options
+from .engine_options import add_engine_argument, add_engine_arguments, engine_options
 from .output import size
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ KILLED = 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("engine", help="engine file")
+    add_engine_argument(parser)
     parser.add_argument("--grpc", metavar="ADDR", help=f"host:port, port 0: any (default {DEFAULT_GRPC})")
     parser.add_argument("--http", metavar="ADDR", help=f"host:port (default {DEFAULT_HTTP}); of the two servers, those "
                                                        "that are named are started, or both if none is")

@@ -6,11 +6,12 @@ from typing import Any
 
 from ..engine_file import EngineFile
 from ..errors import RequestError
+from .engine_options import add_engine_argument, open_engine
 from .output import Progress, print_json, size
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("engine", help="engine file")
+    add_engine_argument(parser)
     parser.add_argument("--rebuild", action="store_true",
                         help="build it again by its recorded recipe, without the cache, and compare the hashes")
     parser.add_argument("--checkpoint", metavar="CHECKPOINT", help="with --rebuild: what it was built from")
@@ -20,7 +21,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.rebuild != (arguments.checkpoint is not None):
         raise RequestError("--rebuild and --checkpoint belong together: name what the engine was built from")
     progress = Progress(not arguments.json)
-    with EngineFile.open(arguments.engine) as engine:
+    with open_engine(arguments) as engine:
         try:
             checks = engine.verify(lambda done, total: progress.show(f"verified {size(done)} of {size(total)}"))
             rebuilt = _rebuild(engine, arguments.checkpoint, progress) if arguments.rebuild else None
@@ -33,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
                     "num_weights_elsewhere": len(engine.stripped), "rebuilt": rebuilt})
     else:
         print(f"{engine.path}: all {len(checks)} members, {size(total)}, are what the manifest says")
-        if engine.stripped:
+        if engine.stripped and engine.members:
             elsewhere = size(sum(engine.stripped.values()))
             print(f"{len(engine.stripped)} weights, {elsewhere}, are named and not in the file")
         if rebuilt is not None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from ..devices import load_program
-from ..engine_file import EngineFile
 from ..errors import RequestError
 from ..host import return_free_memory
 from ..kv import KvCache
@@ -15,6 +14,8 @@ from ..kv.events import EventBuffer
 from ..kv_memory import DEFAULT_FRACTION, kv_cache_tokens
 from ..program import Limits, Program
 from ..scheduler import ChunkingPolicy, SchedulerPolicy, SchedulerSettings, SettingsError
+from ..store.locate import locate
+from ..store.policy import ANY_ENGINE, LoadPolicy
 from ..tokenizer import Tokenizer, read_config
 from .executor import Executor, ExecutorSettings
 from .request_log import RequestLog
@@ -26,6 +27,8 @@ class EngineOptions:
 
     kv_cache_tokens, kv_cache_fraction  room of the KV cache; tokens come first. Host tier: the same
     log_requests                        file for a line about each request; "-": standard error
+    store                               folder of the engine store; default $INGOT_STORE, else engines/
+    policy                              which engines may be loaded
     """
 
     scheduler_policy: SchedulerPolicy = SchedulerPolicy.GUARANTEED_NO_EVICT
@@ -41,6 +44,8 @@ class EngineOptions:
     prefix_reuse: bool = True
     num_workers: int | None = None
     log_requests: str | None = None
+    store: str | None = None
+    policy: LoadPolicy = ANY_ENGINE
 
 
 class LoadedEngine:
@@ -49,13 +54,19 @@ class LoadedEngine:
     limits  those that it is run with, at most those that it was built for
     """
 
-    def __init__(self, path: str | os.PathLike[str], options: EngineOptions = EngineOptions()) -> None:
-        """Raises RequestError (EngineFormatError, EngineMismatch, SettingsError, KvCacheSizeError) or WorkFailed."""
+    def __init__(self, engine: str | os.PathLike[str], options: EngineOptions = EngineOptions()) -> None:
+        """engine: a file, a name in the store, or the start of a hash.
+
+        Raises RequestError (EngineFormatError, EngineRefused, EngineMismatch, SettingsError, KvCacheSizeError) or
+        WorkFailed.
+        """
         self.options = options
-        self.file = EngineFile.open(path)
+        located = locate(engine, options.store)
+        self.file = located.open()
         self._log: RequestLog | None = None
         self._program: Program | None = None
         try:
+            options.policy.check(self.file, located.attestations)
             self._load()
         except BaseException:
             self._release()

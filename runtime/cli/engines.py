@@ -1,0 +1,356 @@
+"""ingot engines: the engine store, its names, and other stores."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ..errors import RequestError, WorkFailed
+from ..store import attestation, provenance
+from ..store.locate import Located, locate
+from ..store.lock_file import Move, before, move_of, removal
+from ..store.policy import LoadPolicy, signed, why_unsigned
+from ..store.remotes import open_remote
+from ..store.store import Store
+from ..store.transfer import Transferred, pull, push
+from .engine_options import add_store_argument
+from .output import Progress, print_json, size, table
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    for name, (summary, add, run) in VERBS.items():
+        verb = verbs.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        verb.set_defaults(run_verb=run)
+        verb.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print JSON for machines")
+        add_store_argument(verb)
+        add(verb)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    run_verb: Callable[[argparse.Namespace, Store], int] = arguments.run_verb
+    return run_verb(arguments, Store(arguments.store))
+
+
+# Names
+
+def _list_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--all", action="store_true", help="engines that have no name too")
+
+
+def _list(arguments: argparse.Namespace, store: Store) -> int:
+    named = store.lock.now()
+    rows = [{"name": name, **_shown(move), "in_store": store.has(move.hash)} for name, move in sorted(named.items())]
+    if arguments.all:
+        hashes = {move.hash for move in named.values()}
+        nothing = {"time": "", "by": "", "action": ""}
+        rows += [{"name": "", **_shown(move_of(store.manifest(hash), hash, "add", "")), **nothing, "in_store": True}
+                 for hash in store.engines() if hash not in hashes]
+    if arguments.json:
+        print_json({"store": str(store.folder), "engines": rows})
+        return 0
+    print(table([(row["name"] or "-", row["hash"][:12], row["model"], row["target"], row["precision"], row["quality"],
+                  row["time"], "" if row["in_store"] else "not in the store") for row in rows],
+                ("name", "hash", "model", "target", "precision", "quality", "time", "")) if rows
+          else f"{store.folder}: no engine has a name; ingot engines add FILE NAME")
+    return 0
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("engine", metavar="FILE", help="engine file")
+    parser.add_argument("name", metavar="NAME", nargs="?", help="a new name for it; without one, gc removes it again")
+    _why(parser)
+
+
+def _add(arguments: argparse.Namespace, store: Store) -> int:
+    located = locate(Path(arguments.engine), arguments.store)
+    progress = Progress(not arguments.json)
+    done = 0
+
+    def on_bytes(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        progress.show(f"added {size(done)}")
+
+    with located.open() as engine:
+        try:
+            added = store.add(engine, on_bytes)
+        finally:
+            progress.clear()
+        store.add_attestations(engine.hash, attestation.read(located.attestations))
+        if arguments.name is not None:
+            _name(store, arguments.name, added.hash, "add", arguments.why)
+    if arguments.json:
+        print_json({**asdict(added), "name": arguments.name})
+    else:
+        print(f"{arguments.name or 'added'}: {added.hash}\n{added.num_new_blobs} of {added.num_blobs} blobs, "
+              f"{size(added.new_bytes)} of {size(added.size_bytes)}, are new")
+    return 0
+
+
+def _name(store: Store, name: str, hash: str, action: str, why: str) -> None:
+    now = store.lock.now().get(name)
+    if action != "add" or now is None or now.hash != hash:
+        with store.blobs.adding():  # so that gc does not remove it between the look and the move
+            store.lock.move(name, move_of(store.manifest(hash), hash, action, why))
+
+
+def _pin_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME")
+    parser.add_argument("hash", metavar="HASH", help="of an engine in the store, or its first digits")
+    _why(parser)
+
+
+def _pin(arguments: argparse.Namespace, store: Store) -> int:
+    return _moved(arguments, store, store.full_hash(arguments.hash), "pin")
+
+
+def _rollback_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME")
+    parser.add_argument("-n", type=int, default=1, metavar="N", help="how many engines back (default 1)")
+    _why(parser)
+
+
+def _rollback(arguments: argparse.Namespace, store: Store) -> int:
+    return _moved(arguments, store, before(store.lock.history(arguments.name), arguments.n).hash, "rollback")
+
+
+def _moved(arguments: argparse.Namespace, store: Store, hash: str, action: str) -> int:
+    name, old = arguments.name, store.lock.now().get(arguments.name)
+    _name(store, name, hash, action if old is not None else "add", arguments.why)
+    if arguments.json:
+        print_json({"name": name, "hash": hash, "before": old.hash if old is not None else None})
+    else:
+        print(f"{name}: {hash}" + (f"\nbefore: {old.hash}" if old is not None else ""))
+    return 0
+
+
+def _log_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", nargs="?", help="default: all names")
+
+
+def _log(arguments: argparse.Namespace, store: Store) -> int:
+    names = store.lock.read() if arguments.name is None else {arguments.name: store.lock.history(arguments.name)}
+    moves = sorted(((move.time, number, name, move) for name, history in names.items()
+                    for number, move in enumerate(history)), reverse=True, key=lambda item: item[:3])
+    if arguments.json:
+        print_json([{"name": name, **_shown(move)} for _, _, name, move in moves])
+    elif moves:
+        print(table([(_time(move), name, move.action, move.hash[:12] or "-", move.target, move.precision, move.by,
+                      move.why) for _, _, name, move in moves],
+                    ("time", "name", "action", "hash", "target", "precision", "by", "why")))
+    return 0
+
+
+def _rm_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", help="its history stays, and with it its engines")
+    _why(parser)
+
+
+def _rm(arguments: argparse.Namespace, store: Store) -> int:
+    last = store.lock.history(arguments.name)[-1]
+    store.lock.move(arguments.name, removal(last, arguments.why))
+    if arguments.json:
+        print_json({"name": arguments.name, "hash": None, "before": last.hash})
+    return 0
+
+
+# The folder
+
+def _gc_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--delete", action="store_true", help="remove it; without, only tell what would be removed")
+    parser.add_argument("--keep-history", type=int, metavar="N",
+                        help="of what names have meant before, keep the last N moves only (default: all)")
+
+
+def _gc(arguments: argparse.Namespace, store: Store) -> int:
+    if arguments.keep_history is not None and arguments.keep_history < 0:
+        raise RequestError(f"--keep-history is {arguments.keep_history}; expected a number of moves, 0 or more")
+    collect = store.collect_garbage if arguments.delete else store.garbage
+    garbage = collect(arguments.keep_history)
+    if arguments.json:
+        print_json({"deleted": arguments.delete, "engines": garbage.engines, "blobs": garbage.blobs,
+                    "partial": [path.name for path in garbage.partial], "size_bytes": garbage.size_bytes})
+    else:
+        for hash in garbage.engines:
+            print(f"engine {hash}")
+        print(f"{'removed' if arguments.delete else 'would remove'} {len(garbage.engines)} engines, "
+              f"{len(garbage.blobs)} blobs, {len(garbage.partial)} partial files: {size(garbage.size_bytes)}")
+        if garbage.size_bytes and not arguments.delete:
+            print("  do it: --delete")
+    return 0
+
+
+def _verify_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("engines", metavar="ENGINE", nargs="*", help="default: everything in the store")
+    parser.add_argument("--key", action="append", default=[], metavar="FILE",
+                        help="public key, PEM: each engine must be signed by it, or by one of several")
+
+
+def _verify(arguments: argparse.Namespace, store: Store) -> int:
+    found = [locate(reference, arguments.store) for reference in arguments.engines]
+    files = [located for located in found if located.hash is None]
+    hashes = [located.hash for located in found if located.hash is not None]
+    progress, done = Progress(not arguments.json), 0
+
+    def on_bytes(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        progress.show(f"verified {size(done)}")
+
+    try:
+        check = store.verify(hashes or None if not files else hashes, on_bytes)
+    finally:
+        progress.clear()
+    problems = [f"blob {sha256} is damaged: {store.blobs.path(sha256)}{_users(store, users)}"
+                for sha256, users in check.damaged.items()]
+    problems += [f"blob {sha256} is missing{_users(store, users)}" for sha256, users in check.missing.items()]
+    problems += [f"engine {hash}: {problem}" for hash, problem in check.broken.items()]
+    for located in files:
+        with located.open() as engine:
+            engine.verify()
+            check.num_engines += 1
+    keys = LoadPolicy.of([], arguments.key).keys
+    if keys:
+        signable = found or [Located(store, hash, None) for hash in store.engines()]
+        problems += [problem for located in signable for problem in _unsigned(located, keys)]
+    if arguments.json:
+        print_json({"store": str(store.folder), **asdict(check), "problems": problems})
+    elif not problems:
+        print(f"{check.num_engines} engines, {check.num_blobs} blobs, {size(check.size_bytes)}: all as their hashes say"
+              + (", and signed" if keys else ""))
+    if problems and not arguments.json:
+        raise WorkFailed("\n  ".join([f"{store.folder}: {len(problems)} problems", *problems, *_cure(check.damaged)]))
+    return 1 if problems else 0
+
+
+def _users(store: Store, hashes: list[str]) -> str:
+    names = {move.hash: name for name, move in store.lock.now().items()}
+    return "".join(f"\n    in engine {hash}" + (f", {names[hash]}" if hash in names else "") for hash in hashes)
+
+
+def _cure(damaged: dict[str, list[str]]) -> list[str]:
+    return ["Delete the damaged files, then pull or add their engines again."] if damaged else []
+
+
+def _unsigned(located: Located, keys: Any) -> list[str]:
+    with located.open() as engine:
+        envelopes = attestation.read(located.attestations)
+        if signed(engine.hash, envelopes, keys):
+            return []
+        return [why_unsigned(engine.hash, envelopes)]
+
+
+def _sign_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("engine", metavar="ENGINE", help="a file, a name in the store, or the start of a hash")
+    parser.add_argument("--key", required=True, metavar="FILE", help="private Ed25519 key, PEM")
+
+
+def _sign(arguments: argparse.Namespace, store: Store) -> int:
+    key = attestation.private_key(arguments.key)
+    located = locate(arguments.engine, arguments.store)
+    with located.open() as engine:
+        hash = engine.hash
+        envelopes = [attestation.sign(statement, key) for statement in provenance.statements(engine.manifest, hash)]
+    if located.hash is not None:
+        num_new = store.add_attestations(hash, envelopes)
+    else:
+        num_new = attestation.add(located.attestations, envelopes)
+    if arguments.json:
+        print_json({"hash": hash, "key_id": attestation.key_id(key.public_key()), "num_new": num_new,
+                    "path": str(located.attestations)})
+    else:
+        print(f"{hash}: provenance and SBOM signed" + ("" if num_new else ", as they were already")
+              + f"\n{located.attestations}")
+    return 0
+
+
+# Other stores
+
+def _push_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("url", metavar="URL", help="oci://REGISTRY/REPOSITORY, a folder, or a URL that fsspec knows")
+    parser.add_argument("engines", metavar="ENGINE", nargs="*", help="names or hashes (default: all names)")
+    parser.add_argument("--move", action="store_true", help="let names there that mean other engines move")
+
+
+def _push(arguments: argparse.Namespace, store: Store) -> int:
+    engines = arguments.engines or sorted(store.lock.now())
+    return _transfer(arguments, engines, lambda remote, engine, on_bytes: push(
+        store, remote, store.resolve(engine), engine if engine in store.lock.now() else None, arguments.move, on_bytes))
+
+
+def _pull_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("url", metavar="URL", help="as of push")
+    parser.add_argument("engines", metavar="ENGINE", nargs="*",
+                        help="names, or whole hashes (default: all that engines.lock names)")
+    _why(parser)
+
+
+def _pull(arguments: argparse.Namespace, store: Store) -> int:
+    engines = arguments.engines or sorted(store.lock.now())
+
+    def one(remote: Any, engine: str, on_bytes: Callable[[int], None]) -> Transferred:
+        known = store.lock.now().get(engine)
+        done = pull(store, remote, known.hash if known is not None else engine, on_bytes,
+                    lambda hash: _name(store, engine, hash, "add", arguments.why) if engine != hash else None)
+        return done
+
+    return _transfer(arguments, engines, one)
+
+
+def _transfer(arguments: argparse.Namespace, engines: list[str],
+              work: Callable[[Any, str, Callable[[int], None]], Transferred]) -> int:
+    if not engines:
+        raise RequestError("no engine is named, neither here nor in engines.lock")
+    progress, done, results = Progress(not arguments.json), 0, []
+
+    def on_bytes(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        progress.show(f"{size(done)}")
+
+    with open_remote(arguments.url) as remote:
+        for engine in engines:
+            try:
+                results.append((engine, work(remote, engine, on_bytes)))
+            finally:
+                progress.clear()
+            if not arguments.json:
+                result = results[-1][1]
+                broken = f"; the connection broke {result.num_retries} times" if result.num_retries else ""
+                print(f"{engine}: {result.hash}\n{result.num_sent} of {result.num_blobs} blobs travelled, "
+                      f"{size(result.sent_bytes)}{broken}")
+    if arguments.json:
+        print_json([{"engine": engine, **asdict(result)} for engine, result in results])
+    return 0
+
+
+def _why(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-m", "--why", default="", metavar="MESSAGE", help="for the log")
+
+
+def _time(move: Move) -> str:
+    return f"{move.time:%Y-%m-%d %H:%M:%S}"
+
+
+def _shown(move: Move) -> dict[str, Any]:
+    return {**asdict(move), "time": f"{move.time:%Y-%m-%dT%H:%M:%SZ}"}
+
+
+Verb = tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace, Store], int]]
+VERBS: dict[str, Verb] = {
+    "list": ("what each name means now", _list_arguments, _list),
+    "add": ("put an engine file into the store, under a new name", _add_arguments, _add),
+    "pin": ("move a name to another engine of the store", _pin_arguments, _pin),
+    "rollback": ("move a name back to the engine that it meant before", _rollback_arguments, _rollback),
+    "log": ("how names have moved, the latest first", _log_arguments, _log),
+    "rm": ("take a name away", _rm_arguments, _rm),
+    "gc": ("remove what no name means or has meant", _gc_arguments, _gc),
+    "verify": ("read every byte of the store; check signatures", _verify_arguments, _verify),
+    "sign": ("sign an engine's provenance and the SBOM of its toolchain", _sign_arguments, _sign),
+    "push": ("send engines to a registry or a folder: only what it lacks", _push_arguments, _push),
+    "pull": ("get engines from there: only what is missing here, verified", _pull_arguments, _pull),
+}
