@@ -127,6 +127,9 @@ def _reasons(x: Mapping[str, Any], y: Mapping[str, Any], differences: list[Diffe
                 for name in ("ingot_version", "toolchain") for path, left, right in _changes(name, x[name], y[name])]
     if any(d.topic == "members" and d.detail.startswith("tokenizer/") for d in differences):
         reasons.append("the tokenizer's files differ")
+    if not reasons and x.get("num_calibrated_weights") and any(d.topic == "weights" for d in differences):
+        reasons.append("weights were calibrated on machines of different kinds: sums of floats come out differently by "
+                       "the vector instructions of the CPU that builds")
     if not reasons:
         reasons.append("all inputs that are recorded are equal: either Ingot itself was changed between the builds "
                        "without a new version, or the build depends on something that it should not")

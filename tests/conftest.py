@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,17 @@ def smollm2_gguf(smollm2_demo: Result) -> Path:
 def gemma3_gguf(gemma3_demo: Result) -> Path:
     """The GGUF file (Q4_K, Q5_0, Q6_K, Q8_0) that the Gemma 3 checkpoint was made from."""
     return gemma3_demo.gguf
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_build_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Builds of the command line neither see nor fill the user's build cache, unless a test names one."""
+    from ingot.compiler.cache import build_cache
+
+    folder = tmp_path_factory.mktemp("build_cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build_cache, "cache_folder", lambda: Path(os.environ.get("INGOT_CACHE") or folder))
+        yield
 
 
 def _demo(name: str) -> Result:

@@ -25,11 +25,11 @@ from ingot.compiler.engine_writer import EngineWriter
 from ingot.compiler.precision import PRECISIONS
 from ingot.runtime.cli import main
 from ingot.runtime.engine_file import EngineFile
-from ingot.runtime.engine_format import MANIFEST, PLAN, section
+from ingot.runtime.engine_format import MANIFEST, PLAN, REFIT, section
 from tools.large_build import Llama, write_checkpoint
 
 WRONG, FAILED = 2, 1
-SECTIONS = (MANIFEST, PLAN, "code/", "weights/", "tokenizer/", "debug/")
+SECTIONS = (MANIFEST, PLAN, REFIT, "code/", "weights/", "tokenizer/", "debug/")
 
 
 class Bench:
@@ -73,7 +73,7 @@ def bench(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytes
 @pytest.fixture
 def no_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """What fails after the compiler has run need not wait for it."""
-    monkeypatch.setattr(CpuProgram, "compile", lambda program, compiler: b"no code")
+    monkeypatch.setattr(CpuProgram, "compile", lambda program, compiler, cache: b"no code")
 
 
 @pytest.fixture
@@ -198,7 +198,7 @@ def test_a_disk_that_is_too_small(bench: Bench, tiny_checkpoint: Path, monkeypat
         argv = ["build", tiny_checkpoint, "-o", disk / "x.engine", "--target", "cpu", "--precision", "fp32"]
         bench.refuse(FAILED, argv, "DiskFull", "No space left on device", "Free some space")
         init = EngineWriter.__init__
-        monkeypatch.setattr(EngineWriter, "__init__", lambda writer, path, force, size: init(writer, path, force, 0))
+        monkeypatch.setattr(EngineWriter, "__init__", lambda writer, path, force, *_: init(writer, path, force))
         bench.refuse(FAILED, argv, "DiskFull", "No space left on device", "Free some space")
 
 
@@ -221,7 +221,7 @@ main(sys.argv[1:])
 def test_a_build_that_is_killed(bench: Bench, tiny_checkpoint: Path) -> None:
     """It cannot clean up; the next build of the same engine does."""
     options = ["build", str(tiny_checkpoint), "-o", str(bench.folder / "x.engine"), "--target", "cpu", "--precision",
-               "fp32", "--max-num-tokens", "16"]
+               "fp32", "--max-num-tokens", "16", "--no-cache"]
     process = subprocess.Popen([sys.executable, "-c", _BUILD_THAT_STOPS, *options], stdout=subprocess.PIPE,
                                stderr=subprocess.DEVNULL, text=True)
     assert process.stdout is not None
@@ -276,7 +276,7 @@ def test_a_byte_of_each_section(bench: Bench, speaking_engine: Callable[..., Pat
         data[member.data_offset + member.size // 2] ^= 4
         path = damaged(bytes(data))
         bench.refuse(WRONG, ["verify", path], "EngineHashMismatch", str(path), member.name, "expected")
-        if name not in ("weights/", "debug/"):
+        if name not in ("weights/", "debug/", REFIT):
             bench.refuse(WRONG, ["generate", path, "Hi"], "EngineHashMismatch", str(path), member.name, "expected")
 
 

@@ -95,6 +95,12 @@ def test_what_no_input_explains(write: Writer) -> None:
     assert len(found.reasons) == 1 and found.reasons[0].startswith("all inputs that are recorded are equal")
 
 
+def test_calibrated_on_another_kind_of_machine(write: Writer) -> None:
+    found = between(write("a", num_calibrated_weights=1),
+                    write("b", {"layers.0.up": b"one", "layers.1.up": b"2"}, num_calibrated_weights=1))
+    assert [reason[:34] for reason in found.reasons] == ["weights were calibrated on machines"[:34]]
+
+
 def test_the_command(write: Writer, capsys: pytest.CaptureFixture[str]) -> None:
     a, b = str(write("a")), str(write("b", {"layers.0.up": b"1", "layers.1.up": b"2"}))
     assert main(["diff", a, a]) == 0 and "the same engine" in capsys.readouterr().out
