@@ -192,6 +192,8 @@ def _many_tokens(p: Problem, device: Device) -> list[Tile]:
     """Large tiles. Of equals the first is taken: copies by descriptor need fewer registers and instructions."""
     one_accumulator = not p.gated and not _defers(p)
     widest = one_accumulator and not p.experts and p.rows_a_matrix > 128 and device.has_warpgroup_mma
+    if device.capability >= 100 and FORMATS[p.format].bits == 8:
+        widest = False  # scaling what comes from tensor memory takes more registers than 256 tokens leave
     tiles = []
     for tokens, step, tma in product((64, 128, 256) if widest else (64, 128), _channel_steps(p), (True, False)):
         if tma and not (device.has_warpgroup_mma or (device.has_tma and FORMATS[p.format].bits > 4)):
