@@ -11,6 +11,7 @@ SHELL := bash
 
 BIN := .venv/bin
 STAMP := .venv/installed.stamp
+TRITON := .venv/triton.stamp
 ENGINE := build/smollm2.w4a8.engine
 PROMPT := Write one paragraph about the sea.
 
@@ -23,6 +24,12 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 	$(BIN)/python -m pip install $(PIP_ARGS) --disable-pip-version-check -c constraints.txt -e '.[build,serve,store,bench,test]'
 	@touch $@
 
+# What compiles the kernels of GPU targets (extra gpu). CUDA builds of torch ask for a Triton of another version, for
+# torch.compile, which nothing here uses: hence on its own.
+$(TRITON): $(STAMP)
+	$(BIN)/python -m pip install $(PIP_ARGS) --disable-pip-version-check --no-deps triton==3.9.0
+	@touch $@
+
 demo: $(STAMP)
 	@mkdir -p build && rm -f $(ENGINE)
 	$(BIN)/python tools/demo_models.py smollm2
@@ -32,7 +39,7 @@ demo: $(STAMP)
 	$(BIN)/ingot generate $(ENGINE) "$(PROMPT)"
 	$(BIN)/ingot compare $(ENGINE) build/smollm2
 
-test: $(STAMP)
+test: $(TRITON)
 	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
 
 # The links give mypy the names that the folders are imported by (ingot.compiler, ...).
