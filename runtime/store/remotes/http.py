@@ -19,7 +19,7 @@ from .remote import Broken
 TIMEOUT_S = 60.0
 _CHUNK_BYTES = 1 << 20
 _MAX_REDIRECTS = 5
-_MAX_BODY_BYTES = 64 << 20
+_MAX_BODY_BYTES = 16 << 20
 _REDIRECTS = (301, 302, 303, 307, 308)
 _BUSY = (408, 429, 500, 502, 503, 504)
 
@@ -45,6 +45,7 @@ class Answer:
         self.status = response.status
         self.headers = response.headers
         self._response = response
+        self._size = response.length  # of the body, 0 after HEAD whatever the headers say; None if not announced
 
     def chunks(self) -> Iterator[bytes]:
         """The body. Raises Broken; it may also end early."""
@@ -54,15 +55,16 @@ class Answer:
         except (OSError, http.client.HTTPException) as error:
             raise Broken(_reason(error)) from None
 
-    def body(self) -> bytes:
-        """Raises Broken, also where the body is shorter than announced."""
+    def body(self, max_bytes: int = _MAX_BODY_BYTES) -> bytes:
+        """Raises Broken, also where the body is shorter than announced, WorkFailed for one that is too long."""
         try:
-            data = self._response.read(_MAX_BODY_BYTES)
+            data = self._response.read(max_bytes + 1)
         except (OSError, http.client.HTTPException) as error:
             raise Broken(_reason(error)) from None
-        announced = self.headers.get("Content-Length")
-        if announced is not None and announced.isdigit() and len(data) < min(int(announced), _MAX_BODY_BYTES):
-            raise Broken(f"the answer ended after {len(data)} of {announced} bytes")
+        if len(data) > max_bytes:
+            raise WorkFailed(f"{self.url}: the answer has more than {max_bytes} bytes")
+        if self._size is not None and len(data) < self._size:
+            raise Broken(f"the answer ended after {len(data)} of {self._size} bytes")
         return data
 
     def explain(self) -> str:

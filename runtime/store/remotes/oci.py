@@ -186,12 +186,9 @@ class OciRemote:
 
     def _blob(self, sha256: str, max_bytes: int) -> bytes:
         def get() -> bytes:
-            data = b""
-            for chunk in self.download(sha256, 0, 0):
-                data += chunk
-                if len(data) > max_bytes:
-                    raise WorkFailed(f"{self.url}: blob {sha256} has more than {max_bytes} bytes")
-            return data
+            answer = self._request("GET", self._blob_path(sha256))
+            _expect(self.url, answer, 200)
+            return answer.body(max_bytes)
         return _again(self.url, get)
 
     def _begin_upload(self) -> str:
@@ -216,7 +213,7 @@ class OciRemote:
         answer.body()
         if answer.status not in (200, 202, 204) or match is None or not 0 < int(match[1]) < size:
             return None, 0  # 0-0 may mean that there is one byte, or none
-        return answer.headers.get("Location", location), int(match[1]) + 1
+        return urllib.parse.urljoin(answer.url, answer.headers.get("Location", location)), int(match[1]) + 1
 
     def _end_upload(self, location: str, sha256: str, rest: Part) -> None:
         answer = self._request("PUT", _with_digest(location, sha256), _part_headers(rest), rest)
