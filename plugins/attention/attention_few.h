@@ -6,6 +6,19 @@
 /* Rows that share one load of a key or a value. */
 #define FEW_BLOCK (VF_REGISTERS == 32 ? 4 : 3)
 
+/* Asks for memory that is needed soon. Little at a time, beside the arithmetic: a core waits when too much is on its
+ * way. Blocks follow each other in no order that the hardware could foresee. */
+INGOT_INLINE void ingot_few_prefetch(const char *from, int bytes) {
+    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 3);
+}
+
+/* Where a position's row begins. */
+INGOT_INLINE const char *ingot_few_row(const void *cache, const int32_t *blocks, int position, int head, int dim,
+                                       ingot_attention c) {
+    size_t row = ingot_kv_row(blocks, position, head, c.block_stride, c.block_size, dim);
+    return (const char *)cache + row * ingot_kv_bytes(c.kv_type);
+}
+
 /* scores[i][0 .. 3] of `rows` queries with the four keys from element `k` on; rows: a literal. */
 INGOT_INLINE void ingot_few_scores_of(int rows, const float *q, int q_row, const void *cache, size_t k, int dim,
                                       int type, float *scores) {
@@ -43,9 +56,12 @@ INGOT_INLINE void ingot_few_scores(int rows, const float *q, int q_row, const vo
 }
 
 /* sum[i][..] = scale[i] sum[i][..] + sum over keys of p[i][key] value[key][..] for `rows` rows and `vectors` vectors,
- * whose last has `last` lanes. The values of the keys, all of one block, begin with element `at`. */
+ * whose last has `last` lanes. The values of the keys, all of one block, begin with element `at`. ahead: null, or rows
+ * of keys that are needed next, one asked for beside each value. */
 INGOT_INLINE void ingot_few_columns(int rows, int vectors, int last, const float *p, const void *cache, size_t at,
-                                    int keys, float *sum, int sum_row, const float *scale, ingot_attention c) {
+                                    int keys, float *sum, int sum_row, const float *scale, const char *ahead,
+                                    ingot_attention c) {
+    const int ahead_bytes = c.key_dim * (int)ingot_kv_bytes(c.kv_type);
     vf total[4][4];
     INGOT_UNROLL
     for (int i = 0; i < rows; i++) {
@@ -56,6 +72,7 @@ INGOT_INLINE void ingot_few_columns(int rows, int vectors, int last, const float
     }
     for (int key = 0; key < keys; key++, at += (size_t)c.value_dim) {
         vf factor[4];
+        if (ahead) ingot_few_prefetch(ahead + key * ahead_bytes, ahead_bytes);
         INGOT_UNROLL
         for (int i = 0; i < rows; i++) factor[i] = vf_set1(p[i * ATTENTION_FEW_KEYS + key]);
         INGOT_UNROLL
@@ -76,27 +93,30 @@ INGOT_INLINE void ingot_few_columns(int rows, int vectors, int last, const float
 
 /* All columns of the values for `rows` rows; rows: a literal. */
 INGOT_INLINE void ingot_few_values_of(int rows, const float *p, const void *cache, size_t at, int keys, float *sum,
-                                      int sum_row, const float *scale, ingot_attention c) {
+                                      int sum_row, const float *scale, const char *ahead, ingot_attention c) {
     int d = 0;
     for (; d + 4 * VF_LANES <= c.value_dim; d += 4 * VF_LANES) {
-        ingot_few_columns(rows, 4, VF_LANES, p, cache, at + (size_t)d, keys, sum + d, sum_row, scale, c);
+        ingot_few_columns(rows, 4, VF_LANES, p, cache, at + (size_t)d, keys, sum + d, sum_row, scale, ahead, c);
+        ahead = 0;
     }
     for (; d + VF_LANES <= c.value_dim; d += VF_LANES) {
-        ingot_few_columns(rows, 1, VF_LANES, p, cache, at + (size_t)d, keys, sum + d, sum_row, scale, c);
+        ingot_few_columns(rows, 1, VF_LANES, p, cache, at + (size_t)d, keys, sum + d, sum_row, scale, ahead, c);
+        ahead = 0;
     }
     if (d < c.value_dim) {
-        ingot_few_columns(rows, 1, c.value_dim % VF_LANES, p, cache, at + (size_t)d, keys, sum + d, sum_row, scale, c);
+        ingot_few_columns(rows, 1, c.value_dim % VF_LANES, p, cache, at + (size_t)d, keys, sum + d, sum_row, scale,
+                          ahead, c);
     }
 }
 
 /* The same for the first FEW_BLOCK rows or, if there are less, for all. */
 INGOT_INLINE void ingot_few_values(int rows, const float *p, const void *cache, size_t at, int keys, float *sum,
-                                   int sum_row, const float *scale, ingot_attention c) {
+                                   int sum_row, const float *scale, const char *ahead, ingot_attention c) {
     switch (rows) {
-        case 1: ingot_few_values_of(1, p, cache, at, keys, sum, sum_row, scale, c); break;
-        case 2: ingot_few_values_of(2, p, cache, at, keys, sum, sum_row, scale, c); break;
-        case 3: ingot_few_values_of(3, p, cache, at, keys, sum, sum_row, scale, c); break;
-        default: ingot_few_values_of(FEW_BLOCK, p, cache, at, keys, sum, sum_row, scale, c); break;
+        case 1: ingot_few_values_of(1, p, cache, at, keys, sum, sum_row, scale, ahead, c); break;
+        case 2: ingot_few_values_of(2, p, cache, at, keys, sum, sum_row, scale, ahead, c); break;
+        case 3: ingot_few_values_of(3, p, cache, at, keys, sum, sum_row, scale, ahead, c); break;
+        default: ingot_few_values_of(FEW_BLOCK, p, cache, at, keys, sum, sum_row, scale, ahead, c); break;
     }
 }
 
@@ -135,16 +155,6 @@ INGOT_INLINE void ingot_few_softmax(float *scores, int count, int start, int sto
     }
 }
 
-/* Asks for the block's rows of this head, which lie together: blocks follow each other in no order that the hardware
- * could foresee. */
-INGOT_INLINE void ingot_few_prefetch(const void *cache, const int32_t *blocks, int position, int head, int dim,
-                                     ingot_attention c) {
-    size_t row = ingot_kv_row(blocks, position / c.block_size * c.block_size, head, c.block_stride, c.block_size, dim);
-    const char *from = (const char *)cache + row * ingot_kv_bytes(c.kv_type);
-    int bytes = c.block_size * dim * (int)ingot_kv_bytes(c.kv_type);
-    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 3);
-}
-
 INGOT_INLINE void ingot_attention_few(const void *k_cache, const void *v_cache, const int32_t *blocks,
                                       ingot_attention_item item, ingot_attention_rows rows, ingot_attention c,
                                       float *work) {
@@ -170,9 +180,11 @@ INGOT_INLINE void ingot_attention_few(const void *k_cache, const void *v_cache, 
         for (int key = start; key < stop;) {
             int block_end = (key / c.block_size + 1) * c.block_size, end = block_end < stop ? block_end : stop;
             for (int h = 0; h < item.heads; h++) {
-                ingot_few_prefetch(v_cache, blocks, key, item.head + h, c.value_dim, c);
+                const char *ahead = ingot_few_row(v_cache, blocks, key, item.head + h, c.value_dim, c);
+                const int ahead_bytes = 4 * c.value_dim * (int)ingot_kv_bytes(c.kv_type);
                 size_t at = ingot_kv_row(blocks, key, item.head + h, c.block_stride, c.block_size, c.key_dim);
-                for (int j = key; j < end; j += 4, at += (size_t)(4 * c.key_dim)) {
+                for (int j = key; j < end; j += 4, at += (size_t)(4 * c.key_dim), ahead += ahead_bytes) {
+                    ingot_few_prefetch(ahead, ahead_bytes);
                     for (int r = 0; r < per_head; r += FEW_BLOCK) {
                         int row = h * per_head + r;
                         ingot_few_scores(per_head - r, q + row * q_row, q_row, k_cache, at, c.key_dim, c.kv_type,
@@ -188,12 +200,13 @@ INGOT_INLINE void ingot_attention_few(const void *k_cache, const void *v_cache, 
             for (int h = 0; h < item.heads; h++) {
                 /* the next tile's keys, be they this item's or those of the next range */
                 int next = key + ATTENTION_FEW_KEYS;
-                if (next < item.context) ingot_few_prefetch(k_cache, blocks, next, item.head + h, c.key_dim, c);
+                const char *ahead =
+                    next < item.context ? ingot_few_row(k_cache, blocks, next, item.head + h, c.key_dim, c) : 0;
                 size_t at = ingot_kv_row(blocks, key, item.head + h, c.block_stride, c.block_size, c.value_dim);
                 for (int r = 0; r < per_head; r += FEW_BLOCK) {
                     int row = h * per_head + r;
                     ingot_few_values(per_head - r, scores + row * ATTENTION_FEW_KEYS + key - start, v_cache, at,
-                                     end - key, sum + row * sum_row, sum_row, scale + row, c);
+                                     end - key, sum + row * sum_row, sum_row, scale + row, r ? 0 : ahead, c);
                 }
             }
             for (int r = 0; r < count; r++) scale[r] = 1.0f;

@@ -9,6 +9,7 @@ import mmap
 import weakref
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -206,8 +207,13 @@ def _release(code: NativeCode, pool: int) -> None:
 
 
 def _anonymous(size: int, what: str) -> Bytes:
-    """Zeroed memory, aligned to a page, that takes no room before it is touched."""
+    """Zeroed memory, aligned to a page, that takes no room before it is touched; in large pages, where the system has
+    them: attention reads a few kilobytes here and there, and would look up an address for each.
+    """
     try:
-        return np.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        return np.frombuffer(memory, np.uint8)
     except (OSError, ValueError, OverflowError) as error:
         raise WorkFailed(f"no memory for {what}: {size} bytes are refused ({error})") from None
