@@ -16,6 +16,7 @@ from ..store.policy import LoadPolicy, signed, why_unsigned
 from ..store.remotes import open_remote
 from ..store.store import Store
 from ..store.transfer import Transferred, pull, push
+from . import COMMON_FLAGS
 from .engine_options import add_store_argument
 from .output import Progress, print_json, size, table
 
@@ -25,7 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, (summary, add, run) in VERBS.items():
         verb = verbs.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         verb.set_defaults(run_verb=run)
-        verb.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print JSON for machines")
+        for flag, meaning in COMMON_FLAGS.items():  # before or behind the verb
+            verb.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=meaning)
         add_store_argument(verb)
         add(verb)
 

@@ -94,7 +94,7 @@ def test_only_what_is_missing_travels(store: Store, target: Store, registry: Reg
     before = registry.sent_bytes
     assert get(target, registry, other).sent_bytes == len(new)
     assert registry.sent_bytes - before < len(new) + 8000
-    assert registry.num("PATCH", "uploads") == 4, "large blobs go in parts: the first in 4, the other in 2, the last with PUT"
+    assert registry.num("PATCH", "uploads") == 4, "the first weight goes in 4 parts, the other in 2, the last by PUT"
 
 
 @pytest.mark.parametrize("cuts", [[45_000, 10_000, 0, 5_000], [1], [0] * 5])
@@ -171,7 +171,7 @@ def test_a_flipped_bit_is_refused(store: Store, target: Store, registry: Registr
         get(target, registry, "prod")
     assert target.engines() == [] and target.find_blob(sha256(OWN)) is None and target.blobs.partial() == []
     registry.flip = {f"sha256:{hash}"}
-    with pytest.raises(WorkFailed, match="manifest of engine .* was refused"):
+    with pytest.raises(WorkFailed, match=r"manifest of engine .* was refused"):
         get(target, registry, "prod")
     registry.flip = set()
     get(target, registry, "prod")
@@ -225,7 +225,7 @@ def test_login(store: Store, target: Store, hash: str, tokens: bool, tmp_path: P
             send(store, registry, hash)
         monkeypatch.setenv("INGOT_REGISTRY_USER", "ada")
         monkeypatch.setenv("INGOT_REGISTRY_PASSWORD", "wrong")
-        with pytest.raises(WorkFailed, match="refuses|gives no token"):
+        with pytest.raises(WorkFailed, match=r"refuses|gives no token"):
             send(store, registry, hash)
         monkeypatch.setenv("INGOT_REGISTRY_PASSWORD", "secret")
         send(store, registry, hash)

@@ -114,7 +114,7 @@ def test_refused(path: Path, keys: tuple[str, str], tmp_path: Path) -> None:
     with pytest.raises(EngineRefused, match="is not signed"):
         check(path, keys[1])
     sign_file(path, write_key(tmp_path, "other")[0])
-    with pytest.raises(EngineRefused, match="none of the 2 signed statements is a provenance .* by a required key"):
+    with pytest.raises(EngineRefused, match=r"none of the 2 signed statements is a provenance .* by a required key"):
         check(path, keys[1])
     with pytest.raises(EngineRefused, match=f"has the hash {hash_of(path)}; required is {'0' * 64}"):
         check(path, hashes=("0" * 64,))
