@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import RequestError, WorkFailed
 from ..store import attestation, provenance
+from ..store.export import export
 from ..store.locate import Located, locate
 from ..store.lock_file import Move, before, move_of, removal
 from ..store.policy import LoadPolicy, signed, why_unsigned
@@ -161,6 +162,25 @@ def _rm(arguments: argparse.Namespace, store: Store) -> int:
 
 
 # The folder
+
+def _export_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("engine", metavar="ENGINE", help="a name in the store, or the start of a hash")
+    parser.add_argument("-o", "--output", required=True, metavar="FILE", help="engine file to write")
+    parser.add_argument("--force", action="store_true", help="replace it if it exists")
+
+
+def _export(arguments: argparse.Namespace, store: Store) -> int:
+    located, path = locate(arguments.engine, arguments.store), Path(arguments.output)
+    with located.open() as engine:
+        export(engine, path, arguments.force)
+        statements = attestation.read(located.attestations)
+        attestation.add(Located(store, None, path).attestations, statements)
+        if arguments.json:
+            print_json({"hash": engine.hash, "path": str(path), "size_bytes": path.stat().st_size})
+        else:
+            print(f"{path}: {engine.hash}, {size(path.stat().st_size)}")
+    return 0
+
 
 def _gc_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--delete", action="store_true", help="remove it; without, only tell what would be removed")
@@ -350,6 +370,7 @@ VERBS: dict[str, Verb] = {
     "rollback": ("move a name back to the engine that it meant before", _rollback_arguments, _rollback),
     "log": ("how names have moved, the latest first", _log_arguments, _log),
     "rm": ("take a name away", _rm_arguments, _rm),
+    "export": ("write an engine of the store as an engine file", _export_arguments, _export),
     "gc": ("remove what no name means or has meant", _gc_arguments, _gc),
     "verify": ("read every byte of the store; check signatures", _verify_arguments, _verify),
     "sign": ("sign an engine's provenance and the SBOM of its toolchain", _sign_arguments, _sign),

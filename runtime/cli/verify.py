@@ -6,6 +6,7 @@ from typing import Any
 
 from ..engine_file import EngineFile
 from ..errors import RequestError
+from ..manifest import is_weight
 from .engine_options import add_engine_argument, open_engine
 from .output import Progress, print_json, size
 
@@ -31,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         members = [{"name": check.name, "size_bytes": check.size_bytes, "sha256": check.sha256} for check in checks]
         print_json({"engine": engine.path, "hash": engine.hash, "size_bytes": total, "members": members,
-                    "num_weights_elsewhere": len(engine.stripped), "rebuilt": rebuilt})
+                    "num_weights_elsewhere": sum(map(is_weight, engine.stripped)), "rebuilt": rebuilt})
     else:
         print(f"{engine.path}: all {len(checks)} members, {size(total)}, are what the manifest says")
         if engine.stripped and engine.members:

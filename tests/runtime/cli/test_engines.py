@@ -101,6 +101,29 @@ def test_verify_names_what_is_damaged(capsys: Capture, two: tuple[str, str], sto
     assert list(json.loads(capsys.readouterr().out)["damaged"]) == [sha256(b"b" * 5000)]
 
 
+def test_export(capsys: Capture, two: tuple[str, str], tmp_path: Path) -> None:
+    path, (private, public) = tmp_path / "out.engine", write_key(tmp_path, "ours")
+    run(capsys, "engines", "sign", "prod", "--key", private)
+    told = run_json(capsys, "engines", "export", "prod", "-o", path, "--json")
+    assert told == {"hash": two[1], "path": str(path), "size_bytes": path.stat().st_size}
+    assert path.stat().st_size == (tmp_path / "b.engine").stat().st_size
+    assert run_json(capsys, "verify", path, "--json")["hash"] == two[1]
+    assert run(capsys, "engines", "verify", path, "--key", public)[0] == 0
+    status, _, err = run(capsys, "engines", "export", "prod", "-o", path)
+    assert status == 2 and "--force" in err
+    assert run(capsys, "engines", "export", two[0][:8], "-o", path, "--force")[0] == 0 and hash_of(path) == two[0]
+    assert run(capsys, "engines", "export", "prod", "-o", tmp_path / "no" / "x.engine")[0] == 1
+
+
+def test_a_damaged_engine_is_not_exported(capsys: Capture, two: tuple[str, str], store: Store, tmp_path: Path) -> None:
+    path = store.blobs.path(sha256(b"b" * 5000))
+    path.chmod(0o644)
+    path.write_bytes(b"c" * 5000)
+    status, _, err = run(capsys, "engines", "export", "prod", "-o", tmp_path / "out.engine")
+    assert status == 2 and sha256(b"b" * 5000) in err
+    assert not list(tmp_path.glob("*out.engine*"))
+
+
 def test_push_and_pull(capsys: Capture, two: tuple[str, str], tmp_path: Path) -> None:
     with serve(Registry()) as registry:
         (sent,) = run_json(capsys, "engines", "push", registry.url, "--json")

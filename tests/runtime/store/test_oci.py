@@ -123,7 +123,8 @@ def test_a_broken_upload_goes_on_where_the_registry_stands(store: Store, registr
 def test_a_lost_answer_to_the_last_part(store: Store, registry: Registry, hash: str,
                                         monkeypatch: pytest.MonkeyPatch) -> None:
     """The blob is there, but the connection broke before that was said."""
-    real, failed = oci.OciRemote._end_upload, []
+    real = oci.OciRemote._end_upload
+    failed: list[bool] = []
 
     def end_upload(self: oci.OciRemote, *arguments: object) -> None:
         real(self, *arguments)  # type: ignore[arg-type]

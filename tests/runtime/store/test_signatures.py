@@ -14,6 +14,7 @@ from ingot.runtime.engine_file import EngineFile
 from ingot.runtime.errors import RequestError
 from ingot.runtime.executor import loading
 from ingot.runtime.executor.loading import EngineOptions, LoadedEngine
+from ingot.runtime.program import Program
 from ingot.runtime.store import attestation, provenance
 from ingot.runtime.store.attestation import BadKey, private_key, public_key, sign, verify
 from ingot.runtime.store.policy import EngineRefused, LoadPolicy
@@ -193,7 +194,12 @@ def test_nothing_of_a_refused_engine_is_loaded(mock_path: Path, keys: tuple[str,
                                                monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = []
     real = loading.load_program
-    monkeypatch.setattr(loading, "load_program", lambda *arguments: loaded.append(1) or real(*arguments))
+
+    def load_program(*arguments: Any) -> Program:
+        loaded.append(1)
+        return real(*arguments)
+
+    monkeypatch.setattr(loading, "load_program", load_program)
     store = Store(tmp_path / "store")
     reference: str | Path = add(store, mock_path, "prod") and "prod" if in_store else mock_path
     hash = hash_of(mock_path)
