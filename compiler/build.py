@@ -11,6 +11,8 @@ from ingot.runtime.errors import RequestError
 from ingot.runtime.manifest import canonical_json
 
 from .cache.build_cache import BuildCache
+from .checkpoint.checkpoint import Checkpoint
+from .checkpoint.quantized import quantization_report, read_quantized
 from .clock import Clock, Progress
 from .cpu.generate import CpuProgram, generate
 from .engine_writer import EngineWriter
@@ -20,6 +22,7 @@ from .model_facts import ModelFacts
 from .model_source import CheckpointSource, ConfigSource, ModelSource, open_checkpoint_source
 from .passes.pipeline import cpu_pipeline, run_passes
 from .precision import Precision, find_precision
+from .quality_gate import Gate, Quality, quality_of, require_measurable
 from .refit_record import REFIT_MEMBER, refit_record
 from .targets import Target, find_target
 from .version import ingot_version, toolchain_versions
@@ -45,6 +48,9 @@ class BuildRequest:
     max_seq_len      tokens of a sequence, prompt and answer together; default: what the model was made for
     calibrate        run the model on a short text, so that weights of 4 bits are rounded for the inputs they meet
     strip_weights    leave the weights out of the file; the engine's hash is what it is with them
+    measure_quality  run the engine over a held-out text and record how far it is from the model; needs a machine that
+                     can run it
+    max_perplexity_increase, min_top1_agreement  measure, and fail if the engine is worse; see Gate
     """
 
     model: str
@@ -63,6 +69,18 @@ class BuildRequest:
     compiler: str = "zig"
     calibrate: bool = True
     strip_weights: bool = False
+    measure_quality: bool = False
+    max_perplexity_increase: float | None = None
+    min_top1_agreement: float | None = None
+
+    @property
+    def gate(self) -> Gate:
+        """Raises RequestError for figures that mean nothing."""
+        return Gate(self.max_perplexity_increase, self.min_top1_agreement)
+
+    @property
+    def measures(self) -> bool:
+        return self.measure_quality or self.gate.is_set
 
 
 @dataclass(frozen=True)
@@ -78,6 +96,7 @@ class BuildResult:
     seconds: dict[str, float]
     warnings: tuple[str, ...] = ()
     reused: dict[str, tuple[int, int]] = field(default_factory=dict)
+    quality: Quality | None = None
 
 
 def build(request: BuildRequest, progress: Progress = lambda stage, detail: None,
@@ -91,6 +110,8 @@ def build(request: BuildRequest, progress: Progress = lambda stage, detail: None
     target.require_engines(request.precision)
     precision = find_precision(request.precision)
     target.require_precision(precision.name)
+    if request.measures and request.strip_weights:
+        raise RequestError("the quality of an engine without weights cannot be measured; leave one of the two out")
     kv = _kv_precision(request, target, precision.kv)
     clock = Clock(progress)
     source = _source(request)
@@ -112,17 +133,23 @@ def build(request: BuildRequest, progress: Progress = lambda stage, detail: None
     with clock.stage("plan", f"{len(graph.nodes)} operations after fusion"):
         program = generate(graph, target.isa, limits, BLOCK_SIZE)
     manifest = _manifest(request, source, facts, imported, target, precision, kv, limits, program)
+    if isinstance(source, CheckpointSource):
+        warnings = (*warnings, *_quantization(source.checkpoint, program, target, manifest))
     if isinstance(source, ConfigSource) or request.dry_run:
         return BuildResult(None, "", manifest, clock.seconds, warnings, _reused(cache))
     assert isinstance(source, CheckpointSource)
+    if request.measures:
+        require_measurable(program.machine, program.features, source.checkpoint, facts.tokenizer)
     with clock.stage("compile", f"{len(program.kernels)} kernels for {target.isa}"):
         code = program.compile(request.compiler, cache)
     size = len(code) + (0 if request.strip_weights else manifest["memory"]["weights_bytes"])
+    quality = None
     with EngineWriter(output, request.force, size, request.strip_weights) as writer:
         written = write_weights(writer, program.weights, source.checkpoint, facts.tokenizer, request.calibrate, clock,
                                 cache)
         manifest["model"]["checkpoint_sha256"] = written.checkpoint_sha256
         manifest["num_calibrated_weights"] = written.num_calibrated
+        manifest["calibration"] = written.calibration
         with clock.stage("write", str(output)):
             writer.add("plan.json", canonical_json(program.plan(written.weights).to_json()))
             writer.add(CODE_MEMBER, code)
@@ -130,10 +157,18 @@ def build(request: BuildRequest, progress: Progress = lambda stage, detail: None
             for name, data in facts.tokenizer.items():
                 writer.add(f"tokenizer/{name}", data)
             _add_debug(writer, request, graph)
+        if request.measures:
+            with clock.stage("quality", "against the checkpoint in float32"), writer.preview(manifest) as engine:
+                quality = quality_of(engine, str(source.checkpoint.path), lambda done, total: progress(
+                    "quality", f"{done} of {total} tokens"))
+            quality.require(request.gate, str(output))
+            manifest["quality"] = quality.to_json()
+        with clock.stage("finish", str(output)):
             engine_hash = writer.finish(manifest)
     if cache is not None:
         cache.trim()
-    return BuildResult(output, engine_hash, manifest, clock.seconds, (*warnings, *written.warnings), _reused(cache))
+    return BuildResult(output, engine_hash, manifest, clock.seconds, (*warnings, *written.warnings), _reused(cache),
+                       quality)
 
 
 def import_into(request: BuildRequest, cache: BuildCache) -> None:
@@ -196,8 +231,18 @@ def _manifest(request: BuildRequest, source: ModelSource, facts: ModelFacts, imp
         "graph_sha256": hashlib.sha256(dump(imported).encode()).hexdigest(),
         "recipe": {"name": source.name, "target": target.name, "precision": precision.name, "kv_precision": kv,
                    **limits, "compiler": request.compiler, "calibrate": request.calibrate,
-                   "dump": request.dump is not None},
+                   "dump": request.dump is not None, "measure_quality": request.measures},
     }
+
+
+def _quantization(checkpoint: Checkpoint, program: CpuProgram, target: Target, manifest: dict[str, Any]) -> list[str]:
+    """Adds to the manifest how the checkpoint is quantized, if it is; what the user should know of it."""
+    quantized = read_quantized(checkpoint)
+    if quantized is None:
+        return []
+    packed = [(weight.expr, weight.packing.scheme) for weight in program.weights]
+    manifest["model"]["quantization"], lines = quantization_report(quantized, packed, target.name)
+    return lines
 
 
 def _add_debug(writer: EngineWriter, request: BuildRequest, graph: Graph) -> None:

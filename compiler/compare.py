@@ -1,8 +1,8 @@
 """An engine against its checkpoint in Hugging Face's implementation: layer by layer, logits, and greedy answers."""
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,12 +24,15 @@ class Difference:
     """How far `got` is from `expected`, over all tokens.
 
     relative: ||got - expected|| / ||expected||. cosine: of the angle between them.
+    own: of a layer, the error that it adds itself: ||got - expected|| / ||expected - input||, the engine's own input
+    given to both; None where that is not what another traced part gives
     """
 
     name: str
     relative: float
     max_abs: float
     cosine: float
+    own: float | None = None
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,11 @@ class Comparison:
         return max((*self.layers, self.logits), key=lambda difference: difference.relative)
 
     @property
+    def worst_layers(self) -> list[Difference]:
+        """Those that add most to the error, first."""
+        return sorted((layer for layer in self.layers if layer.own is not None), key=lambda layer: -(layer.own or 0))
+
+    @property
     def failures(self) -> list[str]:
         """What exceeds the bound; empty if the engine is as good as asked."""
         if self.bound is None:
@@ -116,7 +124,10 @@ def compare(engine: Engine, reference: ReferenceModel, prompts: Sequence[Sequenc
     if max_relative_error is None:
         max_relative_error = DEFAULT_BOUNDS.get(engine.file.manifest["precision"])
     labels = {value: label for label, value in probes.items()}
-    layers = tuple(_layer(labels[name], value, expected[labels[name]], len(tokens)) for name, value in values.items())
+    traced = {labels[name]: value for name, value in values.items()}
+    layers = tuple(_layer(name, value, expected[name], len(tokens)) for name, value in traced.items())
+    own = own_errors(reference, tokens, traced)
+    layers = tuple(replace(layer, own=own.get(layer.name)) for layer in layers)
     return Comparison(
         num_tokens=len(tokens), layers=layers,
         untraced=tuple(label for label, value in probes.items() if value not in values),
@@ -136,6 +147,22 @@ def _layer(name: str, got: np.ndarray, expected: np.ndarray, num_tokens: int) ->
         raise RequestError(f"{name} gives {expected.shape} in the checkpoint and {got.shape} in the engine; "
                            "is it the one that the engine was built from?")
     return difference(name, got, expected.reshape(num_tokens, width)[num_tokens - rows :])
+
+
+def own_errors(reference: ReferenceModel, tokens: Sequence[int], traced: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Layer -> the error that it adds to what the layers before it gave, as a part of what it changes.
+
+    traced: what the engine computed for the layers' outputs, in the order of execution. The first has no layer before
+    it and is left out, as is what is fused into others.
+    """
+    found = {}
+    for name, (given, expected) in reference.responses(tokens, traced).items():
+        got = traced[name].reshape(-1, expected.shape[1])
+        rows = len(got)
+        change = np.linalg.norm((expected - given.reshape(expected.shape))[-rows:].astype(np.float64))
+        error = np.linalg.norm((got - expected[-rows:]).astype(np.float64))
+        found[name] = float(error / change) if change else float(error > 0)
+    return found
 
 
 def kl_divergence(expected_logits: np.ndarray, logits: np.ndarray) -> float:

@@ -121,12 +121,33 @@ class EngineWriter:
                 self._append(name, view, digest)
         return name
 
+    @contextlib.contextmanager
+    def preview(self, manifest: Mapping[str, Any]) -> Iterator[Path]:
+        """The file that `finish(manifest)` would put in place, to be tried out within the block; nothing else may be
+        added meanwhile. Afterwards the writer is as it was. Raises as `finish` does."""
+        assert not self._strip_weights, "an engine without weights cannot be tried out"
+        begin, members, table = self._offset, list(self._members), dict(self._table)
+        try:
+            self._complete(manifest)
+            yield self._temporary
+        finally:
+            if self._fd >= 0:
+                os.ftruncate(self._fd, begin)
+                os.lseek(self._fd, begin, os.SEEK_SET)
+            self._offset, self._members, self._table = begin, members, table
+
     def finish(self, manifest: Mapping[str, Any]) -> str:
         """Writes what is left, puts the engine in place and returns its hash.
 
         `manifest` lacks `members` and may lack `format_version`; both are filled in. Raises EngineFormatError for a
         manifest that breaks the schema, RequestError when the target has appeared meanwhile, DiskFull, WorkFailed.
         """
+        engine_hash = self._complete(manifest)
+        self._publish()
+        return engine_hash
+
+    def _complete(self, manifest: Mapping[str, Any]) -> str:
+        """All that stands behind the weights."""
         if PLAN not in self._small or "members" in manifest:
             raise ValueError(f"an engine needs {PLAN}, and the writer itself fills in the manifest's members")
         for name in sorted(self._small, key=lambda name: (FILE_ORDER.index(section(name)), name)):
@@ -140,7 +161,6 @@ class EngineWriter:
         entries = directory(self._members)
         end = end_records(len(self._members), self._offset, len(entries))
         self._write(memoryview(entries + end))
-        self._publish()
         return engine_hash
 
     def _append(self, name: str, data: memoryview, digest: str) -> None:

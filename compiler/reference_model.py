@@ -1,7 +1,7 @@
 """The checkpoint in Hugging Face's own implementation: float32 on the CPU, what engines are held against."""
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +62,50 @@ class ReferenceModel:
                 stack.enter_context(self._module(name).register_forward_hook(keep(name)))
             logits = self.model(torch.tensor([list(token_ids)]), use_cache=False).logits
         return logits[0].float().numpy(), found
+
+    def responses(self, token_ids: Sequence[int], values: Mapping[str, np.ndarray],
+                  ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """What each layer makes of another program's hidden states, so that its own error shows.
+
+        values: name of a module -> what the other program computed for its output, [T, H], in the order of execution.
+        Returns, for every module whose input is the output of the one before: (that input, the module's output of it).
+        """
+        import torch
+
+        last: list[Any] = [None, None]  # the output of the module before, and what takes its place
+        found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        given: dict[str, np.ndarray] = {}
+
+        def enter(name: str) -> Any:
+            def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+                if last[0] is None or last[1] is None:
+                    return None
+                taken = torch.tensor(last[1].reshape(last[0].shape))
+                if args and args[0] is last[0]:
+                    args = (taken, *args[1:])
+                elif kwargs.get("hidden_states") is last[0]:
+                    kwargs = kwargs | {"hidden_states": taken}
+                else:
+                    return None
+                given[name] = last[1]
+                return args, kwargs
+            return hook
+
+        def leave(name: str) -> Any:
+            def hook(module: torch.nn.Module, args: object, output: Any) -> None:
+                out = output[0] if isinstance(output, tuple) else output
+                if name in given:
+                    found[name] = given[name], out.float().numpy().reshape(len(token_ids), -1).copy()
+                whole = values[name].size == out.numel()
+                last[:] = out, np.ascontiguousarray(values[name], np.float32) if whole else None
+            return hook
+
+        with ExitStack() as stack, torch.inference_mode():
+            for name in values:
+                stack.enter_context(self._module(name).register_forward_pre_hook(enter(name), with_kwargs=True))
+                stack.enter_context(self._module(name).register_forward_hook(leave(name)))
+            self.model(torch.tensor([list(token_ids)]), use_cache=False)
+        return found
 
     def greedy(self, token_ids: Sequence[int], num_tokens: int) -> Iterator[tuple[int, float]]:
         """The most probable token, again and again, and by how much its logit is above the second best."""

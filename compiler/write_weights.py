@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ingot.runtime.manifest import weight_name
 
@@ -10,6 +11,7 @@ from .cache.build_cache import BuildCache
 from .cache.calibration import Calibration, calibrated
 from .cache.packed_weights import packed
 from .cache.tensor_digests import checkpoint_digest, tensor_digests
+from .calibration.record import calibration_record
 from .checkpoint.checkpoint import Checkpoint
 from .clock import Clock
 from .cpu.weights import PackedWeight
@@ -22,11 +24,13 @@ class WrittenWeights:
     """weights            name in the plan -> its blob
     checkpoint_sha256  over all tensors of the checkpoint, used or not
     num_calibrated     weights that were rounded for the inputs they meet
+    calibration        for the manifest
     """
 
     weights: dict[str, Weight]
     checkpoint_sha256: str
     num_calibrated: int
+    calibration: dict[str, Any]
     warnings: tuple[str, ...]
 
 
@@ -56,4 +60,13 @@ def write_weights(writer: EngineWriter, weights: Sequence[PackedWeight], checkpo
             blob = member.removeprefix("weights/").removesuffix(".bin")
             assert member == weight_name(blob)
             written[weight.name] = Weight(blob, data.nbytes, weight.label, weight.expr.shape, weight.packing.scheme)
-    return WrittenWeights(written, checkpoint_digest(digests), len(calibration.numbers), calibration.warnings)
+    num_calibrated, small = len(calibration.numbers), [w for w in weights if w.packing.scheme == "w4a8"]
+    record = calibration_record(num_calibrated, len(small) - num_calibrated, tokenizer)
+    return WrittenWeights(written, checkpoint_digest(digests), num_calibrated, record,
+                          (*calibration.warnings, *_experts_warning(small)))
+
+
+def _experts_warning(weights: Sequence[PackedWeight]) -> list[str]:
+    experts = [weight for weight in weights if len(weight.expr.shape) == 3]
+    return [f"the experts' weights ({len(experts)} tensors, such as {experts[0].label}) are rounded to nearest: "
+            "calibration does not cover them"] if experts else []

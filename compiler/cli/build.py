@@ -4,6 +4,7 @@ import argparse
 import sys
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 from ingot.runtime.cli.output import print_json, size, table
 from ingot.runtime.errors import RequestError
@@ -41,6 +42,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strip-weights", action="store_true",
                         help="leave the weights out of the file: they are found elsewhere by their hashes, or made "
                         "again by ingot refit")
+    parser.add_argument("--measure-quality", action="store_true",
+                        help="run the engine over a held-out text; record perplexity, agreement and the worst layers")
+    parser.add_argument("--max-perplexity-increase", type=share, metavar="SHARE",
+                        help="measure, and fail without an engine if its perplexity is further above the checkpoint's "
+                        "in float32, such as 1%%")
+    parser.add_argument("--min-top1-agreement", type=share, metavar="SHARE",
+                        help="measure, and fail without an engine if fewer of its best next tokens are the "
+                        "checkpoint's, such as 0.97")
     parser.add_argument("--no-cache", dest="cache", action="store_false",
                         help="make everything anew and keep nothing for later builds")
     parser.add_argument("--jobs", type=int, metavar="N", help="with --recipe: builds at a time (default: as many as "
@@ -48,6 +57,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="plan only: no code, no weights, no file; a recipe that "
                         "holds a configuration needs no checkpoint for it")
     parser.add_argument("--force", action="store_true", help="replace the engine file if there is one")
+
+
+def share(text: str) -> float:
+    """"1%" or "0.01"."""
+    return float(text[:-1]) / 100 if text.endswith("%") else float(text)
+
+
+def _options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Those that are no part of a recipe and go for all of its builds."""
+    names = ("dry_run", "force", "strip_weights", "measure_quality", "max_perplexity_increase", "min_top1_agreement")
+    return {name: getattr(arguments, name) for name in names}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -60,8 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
                                "ingot build MODEL --target T --precision P, or ingot build --recipe FILE")
     request = BuildRequest(
         model=arguments.model, target=arguments.target, precision=arguments.precision, output=arguments.output,
-        dry_run=arguments.dry_run, force=arguments.force, strip_weights=arguments.strip_weights,
-        **{name: getattr(arguments, name) for name in _OF_ONE_BUILD})
+        **_options(arguments), **{name: getattr(arguments, name) for name in _OF_ONE_BUILD})
     with Report(not arguments.json) as report:
         result = build(request, report, cache)
     for warning in result.warnings:
@@ -86,9 +105,8 @@ def _run_recipes(arguments: argparse.Namespace, cache: BuildCache | None) -> int
         raise RequestError("MODEL takes the place of one recipe's model; there are several recipes")
     if arguments.jobs is not None and arguments.jobs < 1:
         raise RequestError(f"--jobs is {arguments.jobs}; expected at least 1")
-    options = {"dry_run": arguments.dry_run, "force": arguments.force, "strip_weights": arguments.strip_weights}
     asked = [request for path in arguments.recipe
-             for request in read_recipe(path).requests(folder, arguments.model, **options)]
+             for request in read_recipe(path).requests(folder, arguments.model, **_options(arguments))]
     requests = [request for request in asked if fnmatchcase(request.target, arguments.target or "*")
                 and fnmatchcase(request.precision, arguments.precision or "*")]
     if not requests:
@@ -149,6 +167,7 @@ def _summary(result: BuildResult) -> str:
                    f"{size(memory['kv_bytes_per_token'])} of KV a token"),
         ("time", ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in result.seconds.items())),
     ]
+    rows += result.quality.describe() if result.quality else []
     if result.reused:
         rows.append(("reused", ", ".join(f"{kind} {found}/{asked}" for kind, (found, asked) in result.reused.items())))
     return table(rows)

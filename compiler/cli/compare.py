@@ -4,12 +4,13 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
-from ingot.runtime.cli.output import print_json, table
+from ingot.runtime.cli.output import Progress, print_json, table
 from ingot.runtime.engine import Engine
 from ingot.runtime.errors import RequestError
 
 from ..compare import Comparison, compare
 from ..quality import documentation_text
+from ..quality_gate import quality_of
 from ..reference_model import ReferenceModel
 
 
@@ -25,7 +26,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="fail above it (default: 1e-4 for fp32 engines, else only report)")
 
 
+    parser.add_argument("--quality", action="store_true", help="measure perplexity, agreement and the worst layers "
+                        "over the held-out text instead, as ingot build --measure-quality does")
+
+
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.quality:
+        return _quality(arguments)
     for name in ("tokens", "prompts"):
         if getattr(arguments, name) < 1:
             raise RequestError(f"--{name} is {getattr(arguments, name)}; expected at least 1")
@@ -40,6 +47,15 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(_text(comparison))
     return 1 if comparison.failures else 0
+
+
+def _quality(arguments: argparse.Namespace) -> int:
+    progress = Progress(not arguments.json)
+    quality = quality_of(Path(arguments.engine), arguments.checkpoint,
+                         lambda done, total: progress.show(f"{done} of {total} tokens"))
+    progress.clear()
+    print_json(quality.to_json()) if arguments.json else print(table(quality.describe()))
+    return 0
 
 
 def _prompts(engine: Engine, arguments: argparse.Namespace) -> list[list[int]]:
@@ -70,12 +86,12 @@ def _read(path: Path) -> str:
 
 
 def _text(comparison: Comparison) -> str:
-    rows = [(d.name, f"{d.relative:.2e}", f"{d.max_abs:.2e}", f"{d.cosine:.8f}")
-            for d in (*comparison.layers, comparison.logits)]
+    rows = [(d.name, f"{d.relative:.2e}", "" if d.own is None else f"{d.own:.2e}", f"{d.max_abs:.2e}",
+             f"{d.cosine:.8f}") for d in (*comparison.layers, comparison.logits)]
     greedy = comparison.greedy
     same = greedy.num_tokens - len(greedy.differences)
     lines = [
-        table(rows, ("layer", "relative error", "max abs", "cosine")),
+        table(rows, ("layer", "relative error", "own error", "max abs", "cosine")),
         "",
         f"over {comparison.num_tokens} tokens: best next token equal for {comparison.top1_agreement:.1%}, "
         f"KL divergence {comparison.kl_divergence:.2e} nats",
@@ -84,6 +100,8 @@ def _text(comparison: Comparison) -> str:
             if greedy.differences else ""),
         f"largest relative error {comparison.largest.relative:.2e} ({comparison.largest.name})",
     ]
+    if worst := comparison.worst_layers[:3]:
+        lines.append("layers that err most by themselves: " + ", ".join(f"{d.name} ({d.own:.2e})" for d in worst))
     if comparison.untraced:
         lines.append(f"not traced, fused into others: {', '.join(comparison.untraced)}")
     if comparison.bound is not None:

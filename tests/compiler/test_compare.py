@@ -1,6 +1,6 @@
 """The comparison of an engine with a reference, on the mock engine and a reference that can be made to err."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -33,6 +33,12 @@ class MockReference:
         embedded = np.resize(TABLE[list(token_ids)], (len(token_ids), self.width))
         values: dict[str, np.ndarray] = {"embed": embedded, "layers.0": means}
         return self._logits(token_ids), {name: values[name] for name in modules}
+
+    def responses(self, token_ids: Sequence[int], values: Mapping[str, np.ndarray],
+                  ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """The layer's input counts as zero, so that it changes all that it gives."""
+        expected = reference_means(list(token_ids)) + self.layer_error
+        return {"layers.0": (np.zeros_like(expected), expected)}
 
     def greedy(self, token_ids: Sequence[int], num_tokens: int) -> Iterator[tuple[int, float]]:
         tokens = list(token_ids)
@@ -69,6 +75,8 @@ def test_equal(engine: Engine) -> None:
 def test_a_layer_that_errs(engine: Engine) -> None:
     found = run(engine, MockReference(layer_error=0.5))
     assert found.largest.name == "layers.0"
+    assert [d.name for d in found.worst_layers] == ["layers.0"]
+    assert found.worst_layers[0].own == pytest.approx(found.layers[1].relative, rel=1e-6)
     assert found.layers[1].max_abs == pytest.approx(0.5, rel=1e-3)
     assert found.failures == [f"relative error {found.largest.relative:.2e} of layers.0 exceeds 1.00e-04"]
     assert run(engine, MockReference(layer_error=0.5), bound=10.0).failures == []

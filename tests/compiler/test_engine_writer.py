@@ -47,6 +47,21 @@ def test_bytes_are_those_of_the_format(tmp_path: Path) -> None:
     assert names(tmp_path) == ["x.engine"]
 
 
+def test_a_preview_is_the_engine_and_leaves_no_trace(tmp_path: Path) -> None:
+    with EngineWriter(tmp_path / "x.engine") as writer:
+        for weight in WEIGHTS:
+            writer.add_weight(weight)
+        for name, data in SMALL.items():
+            writer.add(name, data)
+        with writer.preview(MANIFEST_FIELDS | {"quality": None}) as path:
+            with EngineFile.open(path) as engine:
+                assert engine.manifest["quality"] is None
+            verify(path)
+            assert names(tmp_path) == [path.name]
+        writer.finish(MANIFEST_FIELDS)
+    assert (tmp_path / "x.engine").read_bytes() == assemble()
+
+
 def test_order_of_add_does_not_matter(tmp_path: Path) -> None:
     with EngineWriter(tmp_path / "x.engine") as writer:
         for name in reversed(SMALL):

@@ -1,5 +1,6 @@
 """Checkpoints whose weights are quantized: how each layout's tensors become the weights that they stand for."""
 from .read import read_quantized
+from .report import quantization_report
 from .weights import Quantized, QuantizedWeight
 
-__all__ = ["Quantized", "QuantizedWeight", "read_quantized"]
+__all__ = ["Quantized", "QuantizedWeight", "quantization_report", "read_quantized"]

@@ -29,8 +29,8 @@ def read_modelopt(tensors: Tensors, config: Mapping[str, Any]) -> Quantized:
 
     Raises CheckpointError for an unknown algorithm, and for tensors that do not fit each other.
     """
-    algorithm = config.get("quant_algo")
-    if algorithm is not None and algorithm not in ALGORITHMS:
+    algorithm = str(config.get("quant_algo") or "").upper()
+    if algorithm and algorithm not in ALGORITHMS:
         raise CheckpointError(f"{tensors.where}: ModelOpt's {algorithm!r} is not read; read are "
                               f"{', '.join(ALGORITHMS)}")
     found = Quantized("ModelOpt" + (f" {algorithm}" if algorithm else ""))
