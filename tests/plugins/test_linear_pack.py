@@ -87,6 +87,16 @@ def test_four_bits_keep_a_grid_of_sixteen_levels(ends: tuple[int, int]) -> None:
     assert relative_mse(got, grid) < 1e-5
 
 
+@pytest.mark.parametrize("size", [32, 64, 192, 576])
+def test_four_bits_keep_parts_of_larger_groups(size: int) -> None:
+    """A part of 32 spans any number of the larger group's steps."""
+    w = weights(64, 576).reshape(64, -1, size)
+    step = (np.abs(w).max(axis=2, keepdims=True) / 7).astype(np.float16).astype(np.float32)
+    on_grid = (np.rint(w / step).clip(-8, 7) * step)
+    error = np.abs(dequantize(on_grid.reshape(64, 576), SCHEMES["w4a8"]).reshape(w.shape) - on_grid) / step
+    assert error.max() < 0.005  # of a step: the minimum is a float16
+
+
 def test_four_bits_beat_minimum_and_maximum() -> None:
     w = weights(500, 320)
     groups = w.reshape(-1, 32)
