@@ -90,6 +90,15 @@ class BlobFolder:
             yield file
             self._publish(file, sha256, size)
 
+    def put(self, sha256: str, data: memoryview) -> None:
+        """Adds a blob that is in memory. Raises BlobMismatch if it is another."""
+        with self.receive(sha256, data.nbytes) as file:
+            if file is not None:
+                file.seek(0)
+                file.truncate()
+                while data.nbytes:  # one call writes at most 2 GiB
+                    data = data[file.write(data) :]
+
     def sync(self) -> None:
         """Returns when what was received lasts, even if the machine loses its power."""
         while self._unsynced:

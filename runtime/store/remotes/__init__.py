@@ -10,11 +10,11 @@ from .remote import Remote
 
 @contextlib.contextmanager
 def open_remote(url: str) -> Iterator[Remote]:
-    """oci://REGISTRY/REPOSITORY (oci+http:// without TLS), a folder, or a URL that fsspec knows.
+    """oci://REGISTRY/REPOSITORY, a folder, or a URL that fsspec knows.
 
     Raises RequestError for what is none of them.
     """
-    if url.startswith(("oci://", "oci+http://")):
+    if url.startswith(("oci://", "oci+http://", "oci+https://")):
         from .oci import OciRemote
 
         with contextlib.closing(OciRemote(url)) as remote:

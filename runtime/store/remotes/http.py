@@ -6,6 +6,7 @@ import http.client
 import io
 import json
 import os
+import socket
 import ssl
 import urllib.parse
 from collections.abc import Iterator, Mapping
@@ -148,6 +149,8 @@ class HttpClient:
                 response = connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
             connection.close()
+            if isinstance(error, (ssl.SSLCertVerificationError, socket.gaierror)):  # no time heals that
+                raise WorkFailed(f"{parts.netloc}: {_reason(error)}") from None
             raise Broken(f"{parts.netloc}: {_reason(error)}") from None
         self._last[connection] = response
         return Answer(url, response)

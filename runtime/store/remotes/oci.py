@@ -30,7 +30,7 @@ MAX_MANIFEST_BYTES = 4 << 20
 """Of an OCI manifest: registries take no larger ones."""
 UPLOAD_BYTES = 16 << 20
 _MAX_CONFIG_BYTES = 256 << 20
-_URL = re.compile(r"oci(?P<plain>\+http)?://(?P<registry>[A-Za-z0-9.-]+(?::\d+)?|\[[0-9a-fA-F:]+\](?::\d+)?)"
+_URL = re.compile(r"oci(?:\+(?P<scheme>https?))?://(?P<registry>[A-Za-z0-9.-]+(?::\d+)?|\[[0-9a-fA-F:]+\](?::\d+)?)"
                   r"/(?P<repository>[a-z0-9]+(?:[._/-]+[a-z0-9]+)*)/?")
 _LOOPBACK = re.compile(r"(?:localhost|127\.\d+\.\d+\.\d+|\[::1\])(?::\d+)?")
 _HASH = re.compile(r"[0-9a-f]{64}")
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class OciRemote:
-    """url: oci://REGISTRY/REPOSITORY; TLS unless the registry is this machine or the scheme is oci+http."""
+    """url: oci://REGISTRY/REPOSITORY; TLS unless the registry is this machine. oci+https://, oci+http://: say which."""
 
     def __init__(self, url: str) -> None:
         match = _URL.fullmatch(url)
@@ -47,8 +47,8 @@ class OciRemote:
             raise RequestError(f"{url}: expected oci://REGISTRY[:PORT]/REPOSITORY, the repository in lower case")
         self.url = url
         self._repository = match["repository"]
-        plain = match["plain"] or _LOOPBACK.fullmatch(match["registry"])
-        self._client = HttpClient(f"{'http' if plain else 'https'}://{match['registry']}", Login(match["registry"]))
+        scheme = match["scheme"] or ("http" if _LOOPBACK.fullmatch(match["registry"]) else "https")
+        self._client = HttpClient(f"{scheme}://{match['registry']}", Login(match["registry"]))
         self._manifests: dict[str, dict[str, Any] | None] = {}
 
     def close(self) -> None:

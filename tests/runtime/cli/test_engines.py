@@ -70,7 +70,7 @@ def test_rollback(capsys: Capture, two: tuple[str, str], store: Store) -> None:
     assert elapsed_s < 1, "milliseconds on a machine at rest"
     assert store.lock.now()["prod"].why == "too slow"
     status, _, err = run(capsys, "engines", "rollback", "prod", "-n", "5")
-    assert status == 2 and "the name has had 3" in err
+    assert status == 2 and "the name has had 2" in err
 
 
 def test_rm_and_gc(capsys: Capture, two: tuple[str, str], tmp_path: Path, store: Store) -> None:

@@ -9,6 +9,7 @@ import itertools
 import json
 import re
 import socket
+import ssl
 import threading
 import urllib.parse
 from collections.abc import Iterator
@@ -58,13 +59,15 @@ class Registry:
 
 
 @contextlib.contextmanager
-def serve(registry: Registry) -> Iterator[Registry]:
+def serve(registry: Registry, tls: ssl.SSLContext | None = None) -> Iterator[Registry]:
     class Bound(_Handler):
         pass
 
     Bound.registry = registry
     server = ThreadingHTTPServer(("127.0.0.1", 0), Bound)
     server.daemon_threads = True
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
     registry.address = f"127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()

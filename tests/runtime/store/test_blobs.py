@@ -49,6 +49,14 @@ def test_what_arrived_before_a_break_is_continued(blobs: BlobFolder) -> None:
     assert blobs.holds(NAME, len(DATA)) and blobs.partial() == []
 
 
+def test_a_blob_from_memory(blobs: BlobFolder) -> None:
+    blobs.put(NAME, memoryview(DATA))
+    blobs.put(NAME, memoryview(DATA))
+    assert blobs.path(NAME).read_bytes() == DATA
+    with pytest.raises(BlobMismatch):
+        blobs.put("0" * 64, memoryview(DATA))
+
+
 @pytest.mark.parametrize("data", [DATA[:-1], DATA[:-1] + b"\0", DATA + b"\0"])
 def test_other_data_are_refused_and_forgotten(blobs: BlobFolder, data: bytes) -> None:
     with pytest.raises(BlobMismatch, match=NAME):

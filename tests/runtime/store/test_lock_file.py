@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -75,8 +76,26 @@ def test_steps_back(moves: list[int], steps: int, expected: int) -> None:
 
 @pytest.mark.parametrize("steps", [-1, 0, 2])
 def test_no_step_beyond_the_history(steps: int) -> None:
-    with pytest.raises(LockError, match="the name has had 2"):
+    with pytest.raises(LockError, match="the name has had 1"):
         before([pin(0), pin(1), pin(1)], steps)
+
+
+def test_moves_by_several_processes_at_once(tmp_path: Path) -> None:
+    lock = LockFile(tmp_path / "engines.lock")
+    children = []
+    for name in "abcd":
+        child = os.fork()
+        if child == 0:
+            try:
+                lock.move(name, FIRST)
+                for number in (1, 2, 3):
+                    lock.move(name, pin(number))
+            finally:
+                os._exit(0)
+        children.append(child)
+    for child in children:
+        os.waitpid(child, 0)
+    assert lock.read() == {name: [FIRST, pin(1), pin(2), pin(3)] for name in "abcd"}
 
 
 def test_git_merges_moves_of_two_names(tmp_path: Path) -> None:

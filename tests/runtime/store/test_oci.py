@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import base64
+import datetime
+import ipaddress
 import json
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -260,6 +263,46 @@ def test_credential_helper(store: Store, hash: str, tmp_path: Path, monkeypatch:
 def docker_config(folder: Path, config: object) -> None:
     (folder / "docker").mkdir(exist_ok=True)
     (folder / "docker" / "config.json").write_text(json.dumps(config))
+
+
+def test_tls(store: Store, target: Store, hash: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cryptography")
+    certificate, key = write_certificate(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    with serve(Registry(), context) as registry:
+        url = f"oci+https://{registry.address}/team/engines"
+        with open_remote(url) as remote, pytest.raises(WorkFailed, match="CERTIFICATE_VERIFY_FAILED"):
+            push(store, remote, hash)
+        assert registry.requests == []
+        with open_remote("oci://no-such-host.invalid/x") as remote, pytest.raises(WorkFailed, match="no-such-host"):
+            remote.resolve("prod")
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        with open_remote(url) as remote:
+            push(store, remote, hash)
+            pull(target, remote, hash)
+    assert target.verify().good
+
+
+def write_certificate(folder: Path) -> tuple[Path, Path]:
+    """PEM files of a certificate for 127.0.0.1, signed by itself, and its key."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives import serialization as s
+    from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
+
+    key, now = generate_private_key(SECP256R1()), datetime.datetime.now(datetime.UTC)
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "test")])
+    certificate = (
+        x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+        .serial_number(1).not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), False)
+        .sign(key, hashes.SHA256()))
+    paths = folder / "certificate.pem", folder / "key.pem"
+    paths[0].write_bytes(certificate.public_bytes(s.Encoding.PEM))
+    paths[1].write_bytes(key.private_bytes(s.Encoding.PEM, s.PrivateFormat.PKCS8, s.NoEncryption()))
+    return paths
 
 
 def test_credentials_do_not_follow_a_redirect(store: Store, target: Store, hash: str,
