@@ -196,6 +196,8 @@ def _many_tokens(p: Problem, device: Device) -> list[Tile]:
         widest = False  # scaling what comes from tensor memory takes more registers than 256 tokens leave
     tiles = []
     for tokens, step, tma in product((64, 128, 256) if widest else (64, 128), _channel_steps(p), (True, False)):
+        if tma and p.format == "fp32":
+            continue  # no matrix instruction waits for its operands
         if tma and not (device.has_warpgroup_mma or (device.has_tma and FORMATS[p.format].bits > 4)):
             continue  # four bits come to registers in another order than mma.sync takes them: they would spill
         if (tokens > (128 if one_accumulator else 64) and not tma) or tokens * step > 256 * 128:
