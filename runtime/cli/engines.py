@@ -35,7 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     run_verb: Callable[[argparse.Namespace, Store], int] = arguments.run_verb
-    return run_verb(arguments, Store(arguments.store))
+    store = Store(arguments.store)
+    try:
+        return run_verb(arguments, store)
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # a full disk, a folder that may not be written
+        raise WorkFailed(f"{store.folder}: {error}") from error
 
 
 # Names

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,19 @@ def test_a_name_does_not_move_by_add(capsys: Capture, two: tuple[str, str], tmp_
     assert status == 2 and f"ingot engines pin prod {two[0][:12]}" in err
     assert run(capsys, "engines", "add", tmp_path / "b.engine", "prod")[0] == 0, "it means that engine already"
     assert len(run_json(capsys, "engines", "log", "prod", "--json")) == 2
+
+
+def test_a_store_that_cannot_be_written(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = engine(tmp_path / "a.engine")
+    status, _, err = run(capsys, "engines", "add", path, "--store", path / "store")
+    assert status == 1 and "Not a directory" in err and "Traceback" not in err
+    with monkeypatch.context() as patch:
+        def full(*arguments: object) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        patch.setattr(os, "copy_file_range", full)
+        status, _, err = run(capsys, "engines", "add", path, "prod")
+    assert status == 1 and "No space left" in err
+    assert run(capsys, "engines", "add", path, "prod")[0] == 0 and run(capsys, "engines", "verify")[0] == 0
 
 
 def test_rollback(capsys: Capture, two: tuple[str, str], store: Store) -> None:
