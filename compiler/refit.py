@@ -79,15 +79,18 @@ def refit(request: RefitRequest, progress: Progress = lambda stage, detail: None
             _require_same_layout(engine, record, checkpoint)
             facts = _facts(engine, record, checkpoint, cache)
             _require_same(engine, "config.json", record.config, facts.config)
-        manifest = {name: value for name, value in engine.manifest.items() if name not in ("format_version", "members")}
+        # What was measured on the old weights says nothing of the new ones.
+        manifest = {name: value for name, value in engine.manifest.items()
+                    if name not in ("format_version", "members", "quality")}
         manifest["model"] = manifest["model"] | {"name": source.name}
-        manifest["recipe"] = manifest["recipe"] | {"name": source.name}
+        manifest["recipe"] = manifest["recipe"] | {"name": source.name, "measure_quality": False}
         size = 0 if request.strip_weights else manifest["memory"]["weights_bytes"]
         with EngineWriter(request.output, request.force, size, request.strip_weights) as writer:
             written = write_weights(writer, record.weights, checkpoint, facts.tokenizer,
                                     manifest["recipe"]["calibrate"], clock, cache)
             manifest["model"]["checkpoint_sha256"] = written.checkpoint_sha256
             manifest["num_calibrated_weights"] = written.num_calibrated
+            manifest["calibration"] = written.calibration
             with clock.stage("write", str(request.output)):
                 plan = engine.plan | {"weights": {name: vars(weight) for name, weight in written.weights.items()}}
                 writer.add(PLAN, canonical_json(plan))

@@ -65,7 +65,7 @@ def share(text: str) -> float:
 
 
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Those that are no part of a recipe and go for all of its builds."""
+    """Those that a recipe leaves open, or that go before it, for all of its builds."""
     names = ("dry_run", "force", "strip_weights", "measure_quality", "max_perplexity_increase", "min_top1_agreement")
     return {name: getattr(arguments, name) for name in names}
 
@@ -105,8 +105,10 @@ def _run_recipes(arguments: argparse.Namespace, cache: BuildCache | None) -> int
         raise RequestError("MODEL takes the place of one recipe's model; there are several recipes")
     if arguments.jobs is not None and arguments.jobs < 1:
         raise RequestError(f"--jobs is {arguments.jobs}; expected at least 1")
+    options = _options(arguments)
+    options["measure_quality"] = options["measure_quality"] or None  # not asked for: as the recipe says
     asked = [request for path in arguments.recipe
-             for request in read_recipe(path).requests(folder, arguments.model, **_options(arguments))]
+             for request in read_recipe(path).requests(folder, arguments.model, **options)]
     requests = [request for request in asked if fnmatchcase(request.target, arguments.target or "*")
                 and fnmatchcase(request.precision, arguments.precision or "*")]
     if not requests:

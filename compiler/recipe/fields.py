@@ -18,8 +18,9 @@ class BadRecipe(RequestError):
 
 @dataclass(frozen=True)
 class Field:
-    """kind   "text", "count" (an integer of at least 1), "flag", "texts" (a list, not empty), "entries" (an object of
-           any content), "object" or "objects" (a list of them, not empty), of the fields in `fields`
+    """kind   "text", "count" (an integer of at least 1), "share" (a number of 0 to 1), "flag", "texts" (a list, not
+           empty), "entries" (an object of any content), "object" or "objects" (a list of them, not empty), of the
+           fields in `fields`
     note   one sentence for the schema
     choices  for text and texts: the values that are allowed, if not any
     """
@@ -41,8 +42,15 @@ LIMITS: Mapping[str, Field] = {
     "max_num_tokens": Field("count", "Tokens in a step."),
     "max_seq_len": Field("count", "Tokens of a sequence, prompt and answer together."),
 }
+QUALITY: Mapping[str, Field] = {
+    "measure": Field("flag", "Run the engine over a held-out text and record how far it is from the model."),
+    "max_perplexity_increase": Field("share", "Fail if its perplexity is further above the model's: 0.01 for one per "
+                                     "cent."),
+    "min_top1_agreement": Field("share", "Fail if it agrees less often with the model on the most probable token."),
+}
 _SHARED: Mapping[str, Field] = {
     "limits": Field("object", "What an engine is made for; the defaults are those of ingot build.", fields=LIMITS),
+    "quality": Field("object", "What is measured on this machine after the build, and what fails it.", fields=QUALITY),
     "kv_precision": Field("text", "Element type of the KV cache; default: the precision's own."),
     "calibrate": Field("flag", "Round weights of 4 bits for the inputs they meet (default true)."),
     "compiler": Field("text", "C compiler of CPU targets: the pinned zig (default), or this machine's cc.",
@@ -94,6 +102,9 @@ def _check_value(value: Any, field: Field, file: str, place: str) -> None:
         case "count":
             if type(value) is not int or value < 1:
                 raise wrong("an integer of at least 1")
+        case "share":
+            if type(value) not in (int, float) or not 0 <= value <= 1:
+                raise wrong("a number of 0 to 1")
         case "flag":
             if not isinstance(value, bool):
                 raise wrong("true or false")

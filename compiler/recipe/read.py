@@ -22,13 +22,17 @@ class Recipe:
 
     def requests(self, folder: Path, model: str | None = None, **options: Any) -> list[BuildRequest]:
         """Every target with every precision, in the order of the file. model: a checkpoint in place of the recipe's.
-        options: fields of BuildRequest that are no part of a recipe, such as dry_run. Raises BadRecipe if two builds
-        would write one file."""
+        options: fields of BuildRequest that a recipe leaves open, such as dry_run, or that go before it; None is not
+        said. Raises BadRecipe if two builds would write one file."""
         found: dict[Path, BuildRequest] = {}
         for number, matrix in enumerate(self.entries["builds"]):
             shared = {key: matrix.get(key, self.entries.get(key)) for key in ("kv_precision", "calibrate", "compiler")}
             chosen = {key: value for key, value in shared.items() if value is not None}
             limits = {**self.entries.get("limits", {}), **matrix.get("limits", {})}
+            quality = {**self.entries.get("quality", {}), **matrix.get("quality", {})}
+            if "measure" in quality:
+                quality["measure_quality"] = quality.pop("measure")
+            asked = {name: value for name, value in options.items() if value is not None}
             for target in matrix["targets"]:
                 for precision in matrix["precisions"]:
                     output = folder / f"{self.name}.{_file_part(target)}.{precision}.engine"
@@ -36,7 +40,7 @@ class Recipe:
                         raise BadRecipe(f"{self.path}: builds[{number}]: {target} in {precision} is asked for twice")
                     found[output] = BuildRequest(
                         model=model or self._model(), target=target, precision=precision, output=output,
-                        name=self.name, config=self.entries.get("config"), **limits, **chosen, **options)
+                        name=self.name, config=self.entries.get("config"), **{**limits, **quality, **chosen, **asked})
         return list(found.values())
 
     def _model(self) -> str:

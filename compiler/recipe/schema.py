@@ -30,6 +30,8 @@ def _value(field: Field) -> dict[str, Any]:
             return text
         case "count":
             return {"type": "integer", "minimum": 1}
+        case "share":
+            return {"type": "number", "minimum": 0, "maximum": 1}
         case "flag":
             return {"type": "boolean"}
         case "texts":

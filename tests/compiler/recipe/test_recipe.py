@@ -39,6 +39,17 @@ def test_a_matrix(tmp_path: Path) -> None:
     assert asked[-1].kv_precision == "fp8" and asked[-1].max_seq_len == 64
 
 
+def test_gates(tmp_path: Path) -> None:
+    """A build's go over the recipe's, the command line's over both."""
+    recipe = read_recipe(written(tmp_path, {
+        "model": "org/tiny", "quality": {"measure": True, "min_top1_agreement": 0.9},
+        "builds": [{"targets": ["cpu:x86-64-v3"], "precisions": ["int8"], "quality": {"min_top1_agreement": 0.8}}]}))
+    request, = recipe.requests(tmp_path, max_perplexity_increase=None)
+    assert (request.measure_quality, request.min_top1_agreement, request.max_perplexity_increase) == (True, 0.8, None)
+    request, = recipe.requests(tmp_path, min_top1_agreement=0.95)
+    assert request.min_top1_agreement == 0.95
+
+
 def test_paths_are_relative_to_the_recipe(tmp_path: Path) -> None:
     path = written(tmp_path, {**GOOD, "model": "./models/tiny"})
     assert read_recipe(path).requests(Path())[0].model == str(tmp_path / "models/tiny")
@@ -57,6 +68,8 @@ def changed(**changes: Any) -> dict[str, Any]:
     (changed(limits={"max_batch_size": True}), "limits.max_batch_size: expected an integer of at least 1, got True"),
     (changed(limits=[1]), "limits: expected an object with some of max_batch_size, max_num_tokens"),
     (changed(calibrate="yes please"), "calibrate: expected true or false, got 'yes please'"),
+    (changed(quality={"min_top1_agreement": 1.5}), "quality.min_top1_agreement: expected a number of 0 to 1, got 1.5"),
+    (changed(quality={"max_perplexity": 1}), "unknown key 'max_perplexity'. Did you mean max_perplexity_increase?"),
     (changed(compiler="gcc"), "compiler: unknown value 'gcc'. Did you mean cc?\n  Valid values: zig, cc"),
     (changed(config="x"), "config: expected an object, got 'x'"),
     (changed(name="a/b"), "name: expected the beginning of a file's name, got 'a/b'"),
@@ -109,6 +122,8 @@ def valid(value: object, schema: dict[str, Any]) -> bool:
         case "array":
             return isinstance(value, list) and len(value) >= schema["minItems"] and all(
                 valid(item, schema["items"]) for item in value)
+        case "number":
+            return isinstance(value, int | float) and schema["minimum"] <= value <= schema["maximum"]
         case "integer":
             return type(value) is int and value >= schema["minimum"]
         case "boolean":
