@@ -40,7 +40,7 @@ def test_building_alone_tells_what_to_install(tiny_checkpoint: Path, tmp_path: P
             "Absent.find_spec = lambda s, name, path=None, target=None: "
             "None if name.startswith('ingot.') or name.startswith('yaml') else absent(s, name)\n"
             "from ingot.runtime.cli import main; sys.exit(main(sys.argv[1:]))")
-    done = python(code, "build", str(tiny_checkpoint), "--target", "cpu", "--precision", "fp32",
+    done = python(code, "build", str(tiny_checkpoint), "--target", "cpu", "--precision", "fp32", "--no-cache",
                   "-o", str(tmp_path / "x.engine"))
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "`ingot build` needs the compiler" in done.stderr and "pip install 'ingot-llm[build]'" in done.stderr

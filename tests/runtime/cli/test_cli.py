@@ -159,7 +159,7 @@ def test_targets(capsys: pytest.CaptureFixture[str]) -> None:
     (["generate", "{mock}", "x", "--kv-cache-tokens", "4"], "raise kv_cache_tokens"),
     (["build", "/no/model", "--target", "cpu:z80", "--precision", "fp32"], "unknown target 'cpu:z80'"),
     (["build", "/no/model", "--target", "cpu", "--precision", "fp3"], "unknown precision 'fp3'"),
-    (["build", "/no/model", "--target", "cpu"], "required: --precision"),
+    (["build", "/no/model", "--target", "cpu"], "--precision is missing"),
 ])  # fmt: skip
 def test_wrong_requests(capsys: pytest.CaptureFixture[str], mock_path: Path, argv: list[str], message: str) -> None:
     status, out, err = run(capsys, *(argument.format(mock=mock_path) for argument in argv))
