@@ -19,16 +19,13 @@ from ..fusion import c_emit
 from ..ir.graph import Node
 from ..plan.plan import NULL, Arg
 from .lower import Lowering
+from .repeat import MAX_REPEATED_TOKENS
 from .weights import Packing
-
-FUSED_QUANTIZE_ROWS = 2
-"""Up to so many rows a linear kernel quantizes its input itself: each worker repeats the work, which costs less than
-the launch that it saves."""
 
 
 def _quantize(low: Lowering, node: Node) -> None:
     x, scheme = node.values[0], SCHEMES[node.attrs["scheme"]]
-    if low.count(low.rows(x)) <= FUSED_QUANTIZE_ROWS and all(user.op == "linear" for user in low.users(node.output)):
+    if low.count(low.rows(x)) <= MAX_REPEATED_TOKENS and all(user.op == "linear" for user in low.users(node.output)):
         low.defer(node.output, x)
         return
     kernel = quantize_cpu.emit(low.width(x), scheme, str(low.rows(x)), low.stride(x))
@@ -81,7 +78,10 @@ def _add_norm(low: Lowering, node: Node) -> None:
     x, r, *parameters = node.values
     y, s = node.outputs
     problem = norm_cpu.Norm(node.op.removeprefix("add_"), low.rows(x), low.width(x), node.attrs["eps"])
-    sum_arg = low.in_place(s, r, beside=parameters) or low.in_place(s, x, beside=parameters) or low.output(s)
+    sum_arg = None
+    if low.tokens > MAX_REPEATED_TOKENS:
+        sum_arg = low.in_place(s, r, beside=parameters) or low.in_place(s, x, beside=parameters)
+    sum_arg = sum_arg or low.output(s)
     args = [low.arg(x), low.arg(r), *_optional(low, parameters), low.output(y), sum_arg]
     low.launch(node, norm_cpu.add_norm(problem), args, {y: 4, s: 5})
 
@@ -138,9 +138,12 @@ def _attention(low: Lowering, node: Node) -> None:
     scratch = low.scratch(attention_cpu.scratch_bytes(problem, low.tokens, sequences))
     sink = low.arg(sinks[0]) if sinks else NULL
     out = low.output(node.output)
-    first = [low.arg(q), *low.kv_args(a["slot"]), sink, scratch, out]
-    low.launch(node, attention_cpu.attention(problem), first, {node.output: 6})
-    low.launch(node, attention_cpu.attention_combine(problem), [scratch, sink, out], {node.output: 2})
+    # Where the second launch is to become a part of the next one, it must not write what all read.
+    whole = low.draft(node.output) if low.tokens <= MAX_REPEATED_TOKENS else out
+    first = [low.arg(q), *low.kv_args(a["slot"]), sink, scratch, whole]
+    low.launch(node, attention_cpu.attention(problem), first, {whole.name: 6})
+    second = [scratch, sink, NULL if whole == out else whole, out]
+    low.launch(node, attention_cpu.attention_combine(problem), second, {node.output: 3}, op="attention_combine")
 
 
 def _softmax(low: Lowering, node: Node) -> None:

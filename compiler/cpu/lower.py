@@ -16,6 +16,7 @@ from ..ir.types import Dim, TensorType, concrete, extent, product, split_dim
 from ..plan.kv_cache import KvCache, KvSlot
 from ..plan.memory import Life, plan_arena
 from ..plan.plan import Arg, Bucket, Launch, Output, Write
+from .repeat import repeat_small_launches
 from .weights import RAW, Packing, WeightTable
 
 
@@ -51,6 +52,7 @@ class Lowering:
     last_reader: dict[str, int] = field(default_factory=dict)
     position: int = 0
     _deferred: dict[str, str] = field(default_factory=dict)
+    _drafts: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._users = self.graph.consumers()
@@ -69,6 +71,9 @@ class Lowering:
                 self._emit(node)
             for name in node.outputs:
                 self._alias(node, name)
+        self.launches = repeat_small_launches(self.launches, self.kernels, self.sizes, self.tokens)
+        used = {launch.kernel for launch in self.launches}
+        self.kernels = {name: kernel for name, kernel in self.kernels.items() if name in used}
         return self._bucket()
 
     def _emit(self, node: Node) -> None:
@@ -161,9 +166,16 @@ class Lowering:
         return place.arg
 
     def scratch(self, size_bytes: int) -> Arg:
-        """Memory for one launch alone."""
+        """Memory for the launches of one node alone."""
         name = f"scratch{len(self.launches)}"
         self.sizes[name] = size_bytes
+        return Arg("value", name)
+
+    def draft(self, value: str) -> Arg:
+        """Memory for the launches of one node alone, in which a value takes shape."""
+        name = f"scratch{len(self.launches)}.{value}"
+        self.sizes[name] = self._bytes(self.type(value))
+        self._drafts[name] = value
         return Arg("value", name)
 
     def users(self, value: str) -> list[Node]:
@@ -191,13 +203,14 @@ class Lowering:
                                       self.limits["max_seq_len"])
         return [Arg("kv", str(slot), 0, "k"), Arg("kv", str(slot), 0, "v"), Arg("input", "block_tables", offset)]
 
-    def launch(self, node: Node, kernel: CpuKernel, args: list[Arg], writes: Mapping[str, int] | None = None) -> None:
-        """Add a launch. writes: value -> number of the argument that receives it."""
+    def launch(self, node: Node, kernel: CpuKernel, args: list[Arg], writes: Mapping[str, int] | None = None,
+               op: str = "") -> None:
+        """Add a launch. writes: value -> number of the argument that receives it; op: the node's, if not said."""
         self.kernels[kernel.symbol] = kernel
         buffers = tuple(dict.fromkeys(a.name for a in args if a.kind == "value"))
-        shown = {name: Write(arg, self.type(name).shape, self.type(name).dtype.value)
-                 for name, arg in (writes or {}).items()}
-        self.launches.append(Launch(kernel.symbol, tuple(args), node.origin, buffers, shown, op=node.op))
+        types = {name: self.type(self._drafts.get(name, name)) for name in writes or {}}
+        shown = {name: Write(arg, types[name].shape, types[name].dtype.value) for name, arg in (writes or {}).items()}
+        self.launches.append(Launch(kernel.symbol, tuple(args), node.origin, buffers, shown, op=op or node.op))
 
     # --- inside ---
 

@@ -109,19 +109,27 @@ INGOT_INLINE void ingot_attention_run(const ingot_step *step, void *const *args,
     }
 }
 
-/* Merges what the ranges of a sequence left in scratch. args: scratch, sinks [Hq] or null, out. */
+/* Merges what the ranges of a sequence left in scratch. args: scratch, sinks [Hq] or null, what the first launch wrote
+ * for sequences of one range, or null if that is in `out` already, out. */
 INGOT_INLINE void ingot_attention_combine(const ingot_step *step, void *const *args, int worker, int num_workers,
                                           ingot_attention c) {
     const float *scratch = args[0], *sinks = args[1];
-    float *out = args[2];
+    const float *whole = args[2];
+    float *out = args[3];
     const int stride = ATTENTION_PARTIAL(c.value_dim);
     size_t unit = 0;
     for (int seq = 0; seq < step->num_seqs; seq++) {
         ingot_attention_cut cut = ingot_attention_plan(step, seq, c);
-        if (cut.ranges == 1) continue;
+        if (cut.ranges == 1 && !whole) continue;
         int begin, end;
         ingot_split(cut.tokens * c.q_heads, worker, num_workers, &begin, &end);
         for (int row = begin; row < end; row++) {
+            ptrdiff_t at = (ptrdiff_t)(step->query_start[seq] + row / c.q_heads) * c.out_stride
+                         + row % c.q_heads * c.value_dim;
+            if (cut.ranges == 1) {
+                memcpy(out + at, whole + at, sizeof(float) * (size_t)c.value_dim);
+                continue;
+            }
             const float *partial = scratch + (unit * (size_t)c.q_heads + (size_t)row) * (size_t)stride;
             const size_t next = (size_t)cut.tokens * (size_t)c.q_heads * (size_t)stride;
             int head = row % c.q_heads;
@@ -137,14 +145,14 @@ INGOT_INLINE void ingot_attention_combine(const ingot_step *step, void *const *a
                 sum += weight[r] * from[1];
             }
             if (sinks) sum += ingot_expf(sinks[head] - peak);
-            float *to = out + (ptrdiff_t)(step->query_start[seq] + row / c.q_heads) * c.out_stride + head * c.value_dim;
+            float *to = out + at;
             for (int d = 0; d < c.value_dim; d++) {
                 float value = 0.0f;
                 for (int r = 0; r < cut.ranges; r++) value += weight[r] * partial[(size_t)r * next + (size_t)d];
                 to[d] = value / sum;
             }
         }
-        unit += (size_t)cut.ranges * (size_t)cut.tokens;
+        if (cut.ranges > 1) unit += (size_t)cut.ranges * (size_t)cut.tokens;
     }
 }
 

@@ -79,7 +79,9 @@ def attention(problem: Attention) -> CpuKernel:
 
 
 def attention_combine(problem: Attention) -> CpuKernel:
-    """Second launch; before it, `out` holds nothing for long contexts. args: scratch, sinks or null, out."""
+    """Second launch; before it, nothing is there for long contexts. args: scratch, sinks or null, what the first launch
+    wrote, or null if that is `out` itself, out.
+    """
     return CpuKernel(problem._symbol("attention_combine"), _INCLUDE,
                      f"{problem._in_c}ingot_attention_combine(step, args, worker, num_workers, c);")
 

@@ -118,7 +118,7 @@ def measure(machine: Machine, problem: Attention, context: int, new: int, count:
     for i in range(count):
         k, v = (cache[i // layers, :, i % layers, part] for part in range(2))
         launches += [(attention(p), [q, k, v, alive[-1], None, scratch, out]),
-                     (attention_combine(p), [scratch, None, out])]
+                     (attention_combine(p), [scratch, None, None, out])]
     seconds = machine.seconds(step, launches) / count
     del alive
     return seconds

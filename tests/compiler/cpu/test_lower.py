@@ -14,7 +14,7 @@ from ingot.compiler.ir.types import DType, concrete
 from ingot.compiler.passes.pipeline import cpu_pipeline, run_passes
 from ingot.compiler.plan.kv_cache import plan_kv_cache
 from ingot.compiler.plan.memory import ALIGNMENT
-from ingot.compiler.plan.plan import Arg, Bucket
+from ingot.compiler.plan.plan import Arg, Bucket, Launch
 from ingot.compiler.precision import PRECISIONS
 from tests.compiler.graphs import Builder
 from tests.compiler.models import Layer, model, random_model
@@ -26,14 +26,14 @@ IN_PLACE = {"add_rms_norm", "add_layer_norm", "rope", "rope_kv_write", "softmax"
 
 @dataclass
 class Traced(Lowering):
-    """A lowering that remembers which launches a node became."""
+    """A lowering that remembers which node each launch is of, before small ones join others."""
 
-    launched: list[tuple[Node, range]] = field(default_factory=list)
+    launched: list[Node] = field(default_factory=list)
 
     def _emit(self, node: Node) -> None:
         begin = len(self.launches)
         super()._emit(node)
-        self.launched.append((node, range(begin, len(self.launches))))
+        self.launched += [node] * (len(self.launches) - begin)
 
 
 def lowered(graph: Graph, tokens: int) -> tuple[Traced, Bucket]:
@@ -57,17 +57,20 @@ class Replay:
         self.memory: dict[str, tuple[int, int]] = {}
 
     def run(self) -> None:
-        for node, numbers in self.low.launched:
-            for number in numbers:
-                self.launch(node, number)
+        nodes = iter(self.low.launched)
+        for launch in self.bucket.launches:
+            self.launch([next(nodes) for _ in launch.op.split("+")], launch)
+        assert not [*nodes]
         for name in self.graph.outputs:
             self.expect(self.source(name), f"output {name}")
 
-    def launch(self, node: Node, number: int) -> None:
-        launch = self.bucket.launches[number]
-        what = f"{launch.kernel} of {', '.join(node.outputs)}"
-        reads = {source for value in node.values if (source := self.source(value)) is not None}
-        for source in reads:
+    def launch(self, nodes: list[Node], launch: Launch) -> None:
+        """nodes: more than one where launches have joined."""
+        what = f"{launch.kernel} of {', '.join(nodes[-1].outputs)}"
+        sources = {source for node in nodes for value in node.values if (source := self.source(value)) is not None}
+        read = {arg.name for arg in launch.args if arg.kind == "value"}
+        reads = {source for source in sources if self.low.buffer(source) in read}
+        for source in reads - launch.writes.keys():
             self.expect(source, what)
         scratch = [arg.name for arg in launch.args if arg.kind == "value" and arg.name.startswith("scratch")]
         written = {name: launch.args[write.arg] for name, write in launch.writes.items()}
@@ -78,7 +81,8 @@ class Replay:
                 if other == name or not (place[0] < taken[1] and taken[0] < place[1]):
                     continue
                 if other in reads or other in written:
-                    assert node.op in IN_PLACE and place == taken, f"{what} writes {name} into {other}, which it reads"
+                    assert len(nodes) == 1 and nodes[0].op in IN_PLACE and place == taken, (
+                        f"{what} writes {name} into {other}, which it reads")
                 del self.memory[other]
             self.memory[name] = place
 
