@@ -71,7 +71,7 @@ def work_of(plan: Mapping[str, Any], launch: Mapping[str, Any], phase: Phase) ->
     slots = {arg[1] for arg in launch["args"] if arg[0] == "kv"}
     matrix = max(weights, key=lambda weight: int(weight["size"]), default=None)
     size = sum(weight["size"] for weight in weights)
-    op = launch["op"]
+    op = launch["op"].rpartition("+")[2]  # of joined launches the last one counts: a matrix
     if slots:
         slot = next(slot for slot in plan["kv"]["slots"] if slot["slot"] in slots)
         return _attention(plan["kv"], slot, written, phase) if op == "attention" else Work(
