@@ -6,6 +6,7 @@ within the buffers it is given is the compiler's part.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -62,6 +63,11 @@ class Places:
     weights: Mapping[str, tuple[int, int]]
     kv: Mapping[tuple[int, str], tuple[int, int]]
     inputs: tuple[StepInputs, StepInputs]
+
+    @cached_property
+    def arena_address(self) -> int:
+        """Asked for once: numpy takes a microsecond to tell it, and a plan has thousands of arguments."""
+        return int(self.arena.ctypes.data)
 
 
 def kv_layout(plan: dict[str, Any]) -> KvLayout:
@@ -162,7 +168,7 @@ def _input(arg: list[Any], places: Places) -> tuple[str, int]:
 def _address(arg: list[Any], places: Places, arena_size: int) -> int:
     kind, *rest = arg
     if kind == "arena":
-        return int(places.arena.ctypes.data) + _within(rest[0], arena_size)
+        return places.arena_address + _within(rest[0], arena_size)
     if kind == "weight":
         address, size = places.weights[rest[0]]
         return address + _within(rest[1] if len(rest) > 1 else 0, size)
