@@ -91,11 +91,11 @@ class Quality:
                           "command": "ingot compare ENGINE CHECKPOINT --quality"}
 
     def describe(self) -> list[tuple[str, str]]:
-        """For people: a name and a text each."""
-        layers = ", ".join(f"{layer.name} {layer.error:.2%}" for layer in self.worst_layers)
+        """For people: a name and a text each. An increase of -1e-9 is none."""
+        layers = ", ".join(f"{layer.name} {layer.error:.1e}" for layer in self.worst_layers)
         return [
             ("perplexity", f"{self.perplexity:.4f}, the checkpoint's in float32 {self.reference_perplexity:.4f} "
-                           f"({self.perplexity_increase:+.2%})"),
+                           f"({round(self.perplexity_increase, 6) + 0.0:+.2%})"),
             ("agreement", f"best next token equal for {self.top1_agreement:.2%} of {self.num_tokens} tokens, "
                           f"KL divergence {self.kl_divergence:.2e} nats"),
             ("worst layers", layers or "(none traced)"),
