@@ -111,7 +111,8 @@ def _gptq(bits: int, ordered: bool) -> Callable[[Path], list[list[float]]]:
         import torch
         from gptqmodel.nn_modules.qlinear.torch import TorchLinear
         from safetensors.torch import save_file
-        model, tensors = _model(), {}
+        model = _model()
+        tensors: dict[str, Any] = {}
         for name, linear in _linears(model).items():
             n, k = linear.weight.shape
             order = torch.randperm(k) if ordered else torch.arange(k)
@@ -133,7 +134,8 @@ def _awq(folder: Path) -> list[list[float]]:
     from awq.modules.linear.gemm import WQLinear_GEMM
     from awq.utils.packing_utils import dequantize_gemm
     from safetensors.torch import save_file
-    model, tensors = _model(), {}
+    model = _model()
+    tensors: dict[str, Any] = {}
     for name, linear in _linears(model).items():
         scale, zero, value = _levels(linear.weight.detach(), 4)
         linear.weight.data = value
