@@ -66,12 +66,14 @@ def bucket_of(engine: EngineFile, num_tokens: int) -> dict[str, Any]:
 
 def work_of(plan: Mapping[str, Any], launch: Mapping[str, Any], phase: Phase) -> Work:
     """What one launch of the plan has to do in such a step."""
-    written = [_count(write["shape"], phase) for write in launch.get("writes", {}).values()]
+    # Of joined launches the last one counts, a matrix: its result is the last of the arguments that are written.
+    writes = sorted(launch.get("writes", {}).values(), key=lambda write: int(write["arg"]))
+    written = _count(writes[-1]["shape"], phase) if writes else 0
     weights = [plan["weights"][arg[1]] for arg in launch["args"] if arg[0] == "weight"]
     slots = {arg[1] for arg in launch["args"] if arg[0] == "kv"}
     matrix = max(weights, key=lambda weight: int(weight["size"]), default=None)
     size = sum(weight["size"] for weight in weights)
-    op = launch["op"].rpartition("+")[2]  # of joined launches the last one counts: a matrix
+    op = launch["op"].rpartition("+")[2]
     if slots:
         slot = next(slot for slot in plan["kv"]["slots"] if slot["slot"] in slots)
         return _attention(plan["kv"], slot, written, phase) if op == "attention" else Work(
@@ -82,17 +84,17 @@ def work_of(plan: Mapping[str, Any], launch: Mapping[str, Any], phase: Phase) ->
     if op == "embedding":  # reads the rows of its tokens only
         return Work(min(size, size * phase.num_tokens // max(1, rows[0])))
     if op == "expert_linear":
-        touched = min(rows[0], written[0] // rows[-1])  # at most: tokens may share experts
-        return Work(size * touched // rows[0], written[0] * width, _ARITHMETIC.get(matrix["scheme"], FLOAT))
+        touched = min(rows[0], written // rows[-1])  # at most: tokens may share experts
+        return Work(size * touched // rows[0], written * width, _ARITHMETIC.get(matrix["scheme"], FLOAT))
     if op == "linear":
-        return Work(size, written[0] * width, _ARITHMETIC.get(matrix["scheme"], FLOAT))
+        return Work(size, written * width, _ARITHMETIC.get(matrix["scheme"], FLOAT))
     return Work(size)
 
 
-def _attention(kv: Mapping[str, Any], slot: Mapping[str, Any], written: list[int], phase: Phase) -> Work:
+def _attention(kv: Mapping[str, Any], slot: Mapping[str, Any], written: int, phase: Phase) -> Work:
     window = kv["windows"][slot["table"]]
     reach = phase.context if window is None else min(phase.context, window + phase.num_new - 1)
-    heads = written[0] // (phase.num_tokens * slot["value_dim"]) if written else 0
+    heads = written // (phase.num_tokens * slot["value_dim"])
     return Work(phase.num_seqs * reach * _row_bytes(slot),
                 phase.visible(window) * heads * (slot["key_dim"] + slot["value_dim"]))
 

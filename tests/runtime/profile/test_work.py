@@ -25,8 +25,9 @@ def launch(op: str, *args: list[Any], shape: list[int | str] | None = None) -> d
 
 @pytest.mark.parametrize(("entry", "phase", "work"), [
     (launch("linear", ["weight", "w"], ["weight", "b"], shape=[1, "T", 96]), GENERATION, (4384, 4 * 96 * 64, "w4a8")),
-    (launch("rms_norm+linear", ["weight", "b"], ["weight", "w"], shape=["T", 96]), GENERATION,
-     (4384, 4 * 96 * 64, "w4a8")),
+    ({**launch("rms_norm+linear", ["weight", "b"], ["weight", "w"], shape=["T", 96]),
+      "writes": {"b": {"arg": 9, "shape": ["T", 96]}, "a": {"arg": 3, "shape": ["T", 64]},
+                 "c": {"arg": 4, "shape": ["T", 64]}}}, GENERATION, (4384, 4 * 96 * 64, "w4a8")),
     (launch("linear", ["weight", "w"], shape=["L", 96]), PROMPT, (4000, 96 * 64, "w4a8")),
     (launch("embedding", ["weight", "w"], shape=["T", 64]), GENERATION, (4000 * 4 // 96, 0, "float")),
     (launch("embedding", ["weight", "w"], shape=["T", 64]), PROMPT, (4000, 0, "float")),
