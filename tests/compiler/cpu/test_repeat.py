@@ -47,7 +47,7 @@ def test_a_norm_joins_the_matrix_that_reads_it() -> None:
     assert one.op == "add_rms_norm+linear" and one.origin == "of linear"
     assert one.args == (*NORM.args, Arg("weight", "m"), value("z"))
     assert {name: write.arg for name, write in one.writes.items()} == {"z": 6, "y": 3, "s": 4}
-    assert list(one.writes)[0] == "z" and set(one.reads) == {"x", "r", "y", "s", "z"}
+    assert next(iter(one.writes)) == "z" and set(one.reads) == {"x", "r", "y", "s", "z"}
 
 
 def test_chains_join_from_the_end() -> None:
