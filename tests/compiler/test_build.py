@@ -52,7 +52,8 @@ def built(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Ca
 
 def logits_of(program: Program, steps: list[int]) -> np.ndarray:
     """Of all tokens of one sequence whose KV blocks lie in reverse order."""
-    blocks, rows, position = list(reversed(range(program.num_blocks))), [], 0
+    blocks, position = list(reversed(range(program.num_blocks))), 0
+    rows: list[np.ndarray] = []
     for count in steps:
         inputs = program.inputs[len(rows) % 2]
         inputs.clear()

@@ -80,9 +80,10 @@ def test_an_end_makes_room_even_if_fewer_blocks_are_free_than_before() -> None:
     assert harness.step().admitted == [] and harness.kv.num_available == 4  # 2 for it, 4 for the others
     while harness.kv.num_available:
         harness.step()
+    kv = harness.kv
     for sequence in running[:2]:
         harness.finish(sequence)
-    assert harness.kv.num_available == 4
+    assert kv.num_available == 4
     assert harness.step().admitted == [late]  # 2 for it, 2 for the others
     harness.run(30)
 
