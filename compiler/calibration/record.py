@@ -13,11 +13,12 @@ from .gather import calibration_text
 
 
 def calibration_record(num_weights: int, num_nearest: int, tokenizer: Mapping[str, bytes]) -> dict[str, Any]:
-    """num_weights: those of four bits that were rounded for the inputs they meet; num_nearest: the other ones.
+    """num_weights: those of four bits that were rounded for the inputs they meet; num_nearest: the other ones, rounded to
+    nearest or on a grid of sixteen levels already.
 
     method "none" where no weight was rounded for its inputs: then no text was read.
     """
-    counts = {"num_weights": num_weights, "num_rounded_to_nearest": num_nearest}
+    counts = {"num_weights": num_weights, "num_not_calibrated": num_nearest}
     if num_weights == 0:
         return {"method": "none", **counts}
     text = calibration_text()

@@ -76,7 +76,7 @@ def test_the_definition(measured: Path, speaking_checkpoint: Path) -> None:
 def test_the_manifest_records_it(measured: Path, speaking_checkpoint: Path) -> None:
     with EngineFile.open(measured) as engine:
         quality, recipe = engine.manifest["quality"], engine.manifest["recipe"]
-        assert engine.manifest["calibration"] == {"method": "none", "num_weights": 0, "num_rounded_to_nearest": 8}
+        assert engine.manifest["calibration"] == {"method": "none", "num_weights": 0, "num_not_calibrated": 8}
     assert recipe["measure_quality"] is True
     assert quality["command"] == "ingot compare ENGINE CHECKPOINT --quality"
     with Engine.load(measured, kv_cache_tokens=256) as loaded:
