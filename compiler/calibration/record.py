@@ -13,8 +13,8 @@ from .gather import calibration_text
 
 
 def calibration_record(num_weights: int, num_nearest: int, tokenizer: Mapping[str, bytes]) -> dict[str, Any]:
-    """num_weights: those of four bits that were rounded for the inputs they meet; num_nearest: the other ones, rounded to
-    nearest or on a grid of sixteen levels already.
+    """num_weights: those of four bits that were rounded for the inputs they meet; num_nearest: the others, rounded
+    to nearest or on a grid of sixteen levels already.
 
     method "none" where no weight was rounded for its inputs: then no text was read.
     """
