@@ -111,6 +111,7 @@ def _give(arguments: argparse.Namespace, checkpoint: Path, results: dict[str, li
              "read_bytes_per_s": read_rate, "failures": failures}
     machine = facts["machine"]
     command = f"python -m tools.bench.peers {arguments.model} --rounds {arguments.rounds} --threads {arguments.threads}"
+    command += f" --peers {arguments.peers}" if arguments.peers else ""
     lines = [f"## {arguments.model}", "", f"`{command}`, {facts['date']}, {machine['cpu']}, {machine['isa']}, "
              f"{arguments.threads} threads; medians of {arguments.rounds} rounds (minimum–maximum).", "",
              *report.table(results, failures), "", *report.ratios(results, peers), "",
