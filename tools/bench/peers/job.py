@@ -41,21 +41,23 @@ def read_job() -> Job:
     return Job(**json.loads(sys.stdin.read()))
 
 
-def give(result: Result) -> None:
+Run = Callable[[list[list[int]], int], tuple[list[float], list[int]]]
+"""(prompts, new tokens of each) -> of a single prompt, the moments in which tokens came, and the tokens."""
+
+
+def measure(job: Job, result: Result, run: Run) -> None:
+    """Fills in the result and gives it."""
+    run([job.request_prompts[0]], 8)
+    times, result.answer = run([job.generation_prompt], job.new_tokens)
+    result.generation = (len(times) - 1) / (times[-1] - times[0])
+    rates = []
+    for prompt in job.context_prompts:
+        start = time.perf_counter()
+        run([prompt], 1)
+        rates.append(len(prompt) / (time.perf_counter() - start))
+    result.context = statistics.median(rates[1:])  # the first one warms up
+    start = time.perf_counter()
+    run(job.request_prompts, job.new_tokens)
+    result.requests = len(job.request_prompts) * job.new_tokens / (time.perf_counter() - start)
     result.peak_rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print("RESULT " + json.dumps(asdict(result)), flush=True)
-
-
-def rate_after_first(times: list[float]) -> float:
-    """Tokens a second, from the moments in which they came."""
-    return (len(times) - 1) / (times[-1] - times[0])
-
-
-def context_rate(prompts: list[list[int]], first_token: Callable[[list[int]], object]) -> float:
-    """The median over prompts of their tokens a second; the first one warms up."""
-    rates = []
-    for prompt in prompts:
-        start = time.perf_counter()
-        first_token(prompt)
-        rates.append(len(prompt) / (time.perf_counter() - start))
-    return statistics.median(rates[1:])

@@ -2,7 +2,7 @@
 
 import time
 
-from job import Result, context_rate, give, rate_after_first, read_job
+from job import Result, measure, read_job
 
 
 def main() -> None:
@@ -14,24 +14,18 @@ def main() -> None:
     engine = Engine.load(job.model, num_workers=job.threads)
     result = Result(load_s=time.perf_counter() - start)
 
-    def params(count: int) -> SamplingParams:
-        return SamplingParams(max_tokens=count, ignore_eos=True)
-
-    def generate(prompt: list[int], count: int) -> tuple[list[float], list[int]]:
+    def run(prompts: list[list[int]], count: int) -> tuple[list[float], list[int]]:
+        params = SamplingParams(max_tokens=count, ignore_eos=True)
+        if len(prompts) > 1:
+            engine.generate(prompts, params)
+            return [], []
         times, ids = [], []
-        for piece in engine.stream(prompt, params(count)):
+        for piece in engine.stream(prompts[0], params):
             times.append(time.perf_counter())
             ids.append(piece.token_id)
         return times, ids
 
-    generate(job.request_prompts[0], 16)
-    times, result.answer = generate(job.generation_prompt, job.new_tokens)
-    result.generation = rate_after_first(times)
-    result.context = context_rate(job.context_prompts, lambda prompt: generate(prompt, 1))
-    start = time.perf_counter()
-    answers = engine.generate(job.request_prompts, params(job.new_tokens))
-    result.requests = sum(len(answer.token_ids) for answer in answers) / (time.perf_counter() - start)
-    give(result)
+    measure(job, result, run)
 
 
 main()

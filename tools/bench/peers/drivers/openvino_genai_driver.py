@@ -2,7 +2,7 @@
 
 import time
 
-from job import Result, context_rate, give, rate_after_first, read_job
+from job import Result, measure, read_job
 
 
 def main() -> None:
@@ -37,14 +37,7 @@ def main() -> None:
                 times.append(time.perf_counter())
         return times, ids
 
-    run([job.request_prompts[0]], 8)
-    times, result.answer = run([job.generation_prompt], job.new_tokens)
-    result.generation = rate_after_first(times)
-    result.context = context_rate(job.context_prompts, lambda prompt: run([prompt], 1))
-    start = time.perf_counter()
-    run(job.request_prompts, job.new_tokens)
-    result.requests = len(job.request_prompts) * job.new_tokens / (time.perf_counter() - start)
-    give(result)
+    measure(job, result, run)
 
 
 main()

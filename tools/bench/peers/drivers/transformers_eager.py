@@ -2,7 +2,7 @@
 
 import time
 
-from job import Result, context_rate, give, rate_after_first, read_job
+from job import Result, measure, read_job
 
 
 def main() -> None:
@@ -26,21 +26,14 @@ def main() -> None:
         def end(self) -> None:
             pass
 
-    def generate(prompts: list[list[int]], count: int) -> tuple[list[float], list[int]]:
+    def run(prompts: list[list[int]], count: int) -> tuple[list[float], list[int]]:
         ids, clock = torch.tensor(prompts), Clock()
         answer = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count,
                                 do_sample=False, streamer=clock if len(prompts) == 1 else None)
         return clock.times[1:], answer[0, ids.shape[1] :].tolist()
 
     with torch.inference_mode():
-        generate([job.request_prompts[0]], 4)
-        times, result.answer = generate([job.generation_prompt], job.new_tokens)
-        result.generation = rate_after_first(times)
-        result.context = context_rate(job.context_prompts, lambda prompt: generate([prompt], 1))
-        start = time.perf_counter()
-        generate(job.request_prompts, job.new_tokens)  # all of one length: a plain batch
-        result.requests = len(job.request_prompts) * job.new_tokens / (time.perf_counter() - start)
-    give(result)
+        measure(job, result, run)
 
 
 main()
