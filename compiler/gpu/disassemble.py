@@ -31,7 +31,7 @@ def tool(name: str) -> Path:
     spec = importlib.util.find_spec("triton")
     if spec is None or spec.origin is None:
         raise RequestError("GPU kernels need the package triton, which is not installed.\n"
-                           "  Install it: pip install 'ingot-llm[build]'")
+                           "  Install it: pip install --no-deps triton==3.9.0")
     return Path(spec.origin).parent / "backends/nvidia/bin" / name
 
 
