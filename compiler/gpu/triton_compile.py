@@ -24,12 +24,12 @@ from queue import SimpleQueue
 from typing import Any
 
 from ingot.plugins.gpu.kernel import GpuKernel
+from ingot.plugins.gpu.sources import source_digest
 from ingot.runtime.errors import WorkFailed
 from ingot.runtime.folders import cache_folder
 
 from ..targets import Architecture
 from .disassemble import count_instructions, disassemble, matrix_instructions, resources, spills, tool
-from .sources import source_digest
 
 CACHE_VERSION = 1
 

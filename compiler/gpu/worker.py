@@ -14,7 +14,7 @@ import os
 import sys
 from typing import Any
 
-from .sources import source_digest
+from ingot.plugins.gpu.sources import source_digest
 
 _METADATA = ("name", "shared", "num_warps", "num_ctas", "tmem_size", "global_scratch_size", "global_scratch_align",
              "profile_scratch_size", "profile_scratch_align", "tensordesc_meta")

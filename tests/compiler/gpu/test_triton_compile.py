@@ -11,10 +11,10 @@ import pytest
 from ingot.compiler.gpu import disassemble as disassembler
 from ingot.compiler.gpu import triton_compile
 from ingot.compiler.gpu.disassemble import count_instructions, matrix_instructions, operand_bits, spills
-from ingot.compiler.gpu.sources import source_digest
 from ingot.compiler.gpu.triton_compile import CompileError, cache_key, compile_kernels
 from ingot.compiler.targets import architectures
 from ingot.plugins.gpu.kernel import GpuKernel
+from ingot.plugins.gpu.sources import source_digest
 from ingot.runtime.errors import RequestError
 
 SM90 = architectures()["sm_90a"]
