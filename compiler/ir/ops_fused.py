@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from ingot.plugins.gpu.floats import from_e4m3, to_e4m3
+
 from ..weights.bf16 import bf16_to_f32, f32_to_bf16
 from .infer import axis_of, replaced, require
 from .op import OPS, operator
@@ -62,7 +64,21 @@ def _kv_write(k: np.ndarray, v: np.ndarray, slot: int, dtype: DType) -> tuple[np
 
 
 def kv_round(values: np.ndarray, dtype: DType) -> np.ndarray:
-    return bf16_to_f32(f32_to_bf16(values)) if dtype == DType.BF16 else values
+    """f32 [T, H, D] as the cache holds it. i8: symmetric, one float32 scale for each head of a token, its largest value
+    becoming 127; fp8: e4m3 without a scale, beyond 448 the largest value.
+    """
+    match dtype:
+        case DType.BF16:
+            return bf16_to_f32(f32_to_bf16(values))
+        case DType.F16:
+            return values.astype(np.float16).astype(np.float32)
+        case DType.FP8:
+            return from_e4m3(to_e4m3(values))
+        case DType.I8:
+            largest = np.abs(values).max(axis=-1, keepdims=True).astype(np.float32)
+            factor = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest > 0)
+            return np.rint(values * factor) * (largest / np.float32(127))
+    return values
 
 
 def _infer_rope(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:

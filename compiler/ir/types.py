@@ -17,6 +17,7 @@ class DType(enum.Enum):
     F32 = "f32"
     BF16 = "bf16"
     F16 = "f16"
+    FP8 = "fp8"  # e4m3
     I8 = "i8"
     U8 = "u8"
     I32 = "i32"
@@ -28,12 +29,13 @@ class DType(enum.Enum):
 
     @property
     def is_float(self) -> bool:
-        return self in (DType.F32, DType.BF16, DType.F16)
+        return self in (DType.F32, DType.BF16, DType.F16, DType.FP8)
 
     @property
     def numpy(self) -> np.dtype:
-        """The numpy type that holds it; bf16 has none of its own and is carried as u16 bits."""
-        names = {"f32": "float32", "bf16": "uint16", "f16": "float16", "i8": "int8", "u8": "uint8", "i32": "int32"}
+        """The numpy type that holds it; bf16 and fp8 have none of their own and are carried as bits."""
+        names = {"f32": "float32", "bf16": "uint16", "f16": "float16", "fp8": "uint8", "i8": "int8", "u8": "uint8",
+                 "i32": "int32"}
         return np.dtype(names.get(self.value, "bool"))
 
 

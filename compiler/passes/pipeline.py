@@ -30,7 +30,8 @@ from .strided import accepts_strided
 
 Pass = tuple[str, Callable[[Graph], Graph]]
 
-KV_DTYPES = {"fp32": DType.F32, "bf16": DType.BF16}
+KV_DTYPES = {"fp32": DType.F32, "bf16": DType.BF16, "fp16": DType.F16, "fp8": DType.FP8, "int8": DType.I8}
+"""Precision of the KV cache, as users name it -> element type."""
 
 
 def cpu_pipeline(precision: Precision, kv: str) -> list[Pass]:

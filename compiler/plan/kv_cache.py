@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..ir.graph import Graph, Node
 from .memory import aligned
@@ -16,13 +17,20 @@ from .memory import aligned
 WRITES = ("kv_write", "rope_kv_write")
 """Operators whose last two results are the keys and values of a slot."""
 
-_DTYPE_BYTES = {"bf16": 2, "f32": 4}
+_DTYPE_BYTES = {"f32": 4, "bf16": 2, "f16": 2, "fp8": 1, "i8": 1}
+
+_SCALED = ("i8",)
+"""Element types with a scale for each head and token. Those of fp8 are constants of the layer, or none."""
 
 
 @dataclass(frozen=True)
 class KvSlot:
     """One layer's keys and values. In each block of the slot's table K lies as [heads, block_size, key_dim] at
     key_offset, V likewise with value_dim at value_offset; in bytes, multiples of the planner's alignment.
+
+    dtype   "f32", "bf16", "f16", "fp8" (e4m3), or "i8": an element is its integer times the scale of its row, and the
+            scales lie as f32 [heads, block_size] at key_scale_offset and value_scale_offset, behind their part.
+            Without scales these offsets are None
     """
 
     slot: int
@@ -33,11 +41,34 @@ class KvSlot:
     table: int = 0
     key_offset: int = 0
     value_offset: int = 0
+    key_scale_offset: int | None = None
+    value_scale_offset: int | None = None
 
     def part_bytes(self, block_size: int) -> tuple[int, int]:
-        """Of K and V in a block."""
-        row = self.heads * block_size * _DTYPE_BYTES[self.dtype]
-        return aligned(row * self.key_dim), aligned(row * self.value_dim)
+        """Of K and V in a block, with their scales."""
+        scales = self._scale_bytes(block_size)
+        return self._row_bytes(block_size, self.key_dim) + scales, self._row_bytes(block_size, self.value_dim) + scales
+
+    def placed(self, table: int, begin: int, block_size: int) -> KvSlot:
+        """The slot in the blocks of that table, from byte `begin` on."""
+        key_bytes, _ = self.part_bytes(block_size)
+        value = begin + key_bytes
+        scales = None, None
+        if self.dtype in _SCALED:
+            scales = (begin + self._row_bytes(block_size, self.key_dim),
+                      value + self._row_bytes(block_size, self.value_dim))
+        return replace(self, table=table, key_offset=begin, value_offset=value, key_scale_offset=scales[0],
+                       value_scale_offset=scales[1])
+
+    def to_json(self) -> dict[str, Any]:
+        """Its entry in plan.json; scales that it does not have are left out."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    def _row_bytes(self, block_size: int, dim: int) -> int:
+        return aligned(self.heads * block_size * dim * _DTYPE_BYTES[self.dtype])
+
+    def _scale_bytes(self, block_size: int) -> int:
+        return aligned(4 * self.heads * block_size) if self.dtype in _SCALED else 0
 
 
 @dataclass(frozen=True)
@@ -84,10 +115,8 @@ def plan_kv_cache(graph: Graph, block_size: int, max_seq_len: int) -> KvCache:
         loads = [0] * min(-(-sizes[window] // min(sizes.values())), len(kinds[window]))
         for slot in kinds[window]:
             table = min(range(len(loads)), key=lambda number: loads[number])
-            key_bytes, value_bytes = slot.part_bytes(block_size)
-            begin = loads[table]
-            placed.append(replace(slot, table=len(windows) + table, key_offset=begin, value_offset=begin + key_bytes))
-            loads[table] += key_bytes + value_bytes
+            placed.append(slot.placed(len(windows) + table, loads[table], block_size))
+            loads[table] += sum(slot.part_bytes(block_size))
         windows += [window] * len(loads)
         block_bytes = max(block_bytes, *loads)
     placed.sort(key=lambda slot: slot.slot)

@@ -18,7 +18,7 @@ class Arg:
 
     kind   "value"  a value of the graph, in the arena (bound to an offset by the memory planner)
            "weight" a packed blob of the engine, `offset` bytes in
-           "kv"     a part ("k" or "v") of KV-cache slot `name`, in the first block
+           "kv"     a part ("k", "v", "k_scale" or "v_scale") of KV-cache slot `name`, in the first block
            "input"  an array of the step (runtime/step.py), `offset` bytes in
            "null"   nothing
     """
@@ -118,7 +118,7 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         return {"version": PLAN_VERSION,
                 "kv": {"block_size": self.kv.block_size, "block_bytes": self.kv.block_bytes,
-                       "windows": list(self.kv.windows), "slots": [vars(slot) for slot in self.kv.slots]},
+                       "windows": list(self.kv.windows), "slots": [slot.to_json() for slot in self.kv.slots]},
                 "weights": {name: vars(weight) for name, weight in self.weights.items()},
                 "buckets": [bucket.to_json() for bucket in self.buckets], "probes": self.probes}
 

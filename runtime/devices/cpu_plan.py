@@ -4,7 +4,7 @@ Nothing in a plan is believed: every name, offset and size is checked before it 
 within the buffers it is given is the compiler's part.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -18,8 +18,8 @@ from ..sampling_inputs import Float32Array
 from ..step import StepInputs
 from .native_code import NativeCode
 
-DTYPES = {"f32": "float32", "bf16": "uint16", "f16": "float16", "i8": "int8", "u8": "uint8", "i32": "int32",
-          "bool": "bool"}
+DTYPES = {"f32": "float32", "bf16": "uint16", "f16": "float16", "fp8": "uint8", "i8": "int8", "u8": "uint8",
+          "i32": "int32", "bool": "bool"}
 ALIGNMENT = 64
 
 Addresses = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
@@ -30,7 +30,8 @@ class KvLayout:
     """windows      for each block table, in tokens; None: no window
     block_size   tokens of a block
     block_bytes  of a block with all layers of a table
-    parts        (slot, "k" or "v") -> where in a block its keys or values begin, and how many bytes they are
+    parts        (slot, "k" or "v") -> where in a block its keys or values begin, and how many bytes they are; likewise
+                 "k_scale" and "v_scale", where a row has a scale
     """
 
     windows: tuple[int | None, ...]
@@ -84,14 +85,14 @@ def kv_layout(plan: dict[str, Any]) -> KvLayout:
         dtype = _field(entry, "dtype", str, where)
         if dtype not in DTYPES:
             raise EngineFormatError(f"{where}: element type {dtype!r} is unknown; expected one of {', '.join(DTYPES)}")
-        row = _count(entry, "heads", where) * block_size * np.dtype(DTYPES[dtype]).itemsize
+        rows = _count(entry, "heads", where) * block_size
         table = _field(entry, "table", int, where)
         if not 0 <= table < len(windows):
             raise EngineFormatError(f"{where}: table {table}; there are {len(windows)}")
-        for part, name in (("k", "key"), ("v", "value")):
-            begin, size = _field(entry, f"{name}_offset", int, where), row * _count(entry, f"{name}_dim", where)
+        for part, name, size in _kv_parts(entry, rows, np.dtype(DTYPES[dtype]).itemsize, where):
+            begin = _field(entry, name, int, where)
             if begin % ALIGNMENT or not 0 <= begin <= block_bytes - size:
-                raise EngineFormatError(f"{where}: {size} bytes at {name}_offset {begin} do not fit a block of "
+                raise EngineFormatError(f"{where}: {size} bytes at {name} {begin} do not fit a block of "
                                         f"{block_bytes}, or are not aligned to {ALIGNMENT}")
             parts[_field(entry, "slot", int, where), part] = begin, size
             taken.append((table, begin, begin + size))
@@ -100,6 +101,14 @@ def kv_layout(plan: dict[str, Any]) -> KvLayout:
         if table == next_table and begin < end:
             raise EngineFormatError(f"plan.kv.slots: two overlap at byte {begin} of a block of table {table}")
     return KvLayout(windows, block_size, block_bytes, parts)
+
+
+def _kv_parts(slot: dict[str, Any], rows: int, element_bytes: int, where: str) -> Iterator[tuple[str, str, int]]:
+    """(part, the field that says where it begins, its bytes) of a slot of so many rows, one a head and token."""
+    for part, name in (("k", "key"), ("v", "value")):
+        yield part, f"{name}_offset", rows * element_bytes * _count(slot, f"{name}_dim", where)
+        if slot.get(f"{name}_scale_offset") is not None:
+            yield f"{part}_scale", f"{name}_scale_offset", 4 * rows
 
 
 def arena_bytes(plan: dict[str, Any]) -> int:

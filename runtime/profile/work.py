@@ -14,7 +14,7 @@ from typing import Any
 from ..engine_file import EngineFile
 from ..program import outdated
 
-_DTYPE_BYTES = {"f32": 4, "bf16": 2, "f16": 2, "i8": 1, "u8": 1}
+_DTYPE_BYTES = {"f32": 4, "bf16": 2, "f16": 2, "fp8": 1, "i8": 1, "u8": 1}
 FLOAT, INT8, W4A8 = "float", "int8", "w4a8"
 _ARITHMETIC = {"int8": INT8, "w4a8": W4A8}
 
@@ -100,8 +100,9 @@ def _attention(kv: Mapping[str, Any], slot: Mapping[str, Any], written: int, pha
 
 
 def _row_bytes(slot: Mapping[str, Any]) -> int:
-    """Of a token's keys and values in one slot."""
-    return int(slot["heads"] * (slot["key_dim"] + slot["value_dim"]) * _DTYPE_BYTES[slot["dtype"]])
+    """Of a token's keys and values in one slot, with their scales."""
+    scales = 0 if slot.get("key_scale_offset") is None else 2 * 4
+    return int(slot["heads"] * ((slot["key_dim"] + slot["value_dim"]) * _DTYPE_BYTES[slot["dtype"]] + scales))
 
 
 def _count(shape: list[int | str], phase: Phase) -> int:

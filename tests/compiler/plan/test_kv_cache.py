@@ -8,7 +8,7 @@ import pytest
 
 from ingot.compiler.ir.types import DType
 from ingot.compiler.passes.place_kv import place_kv
-from ingot.compiler.plan.kv_cache import KvCache, plan_kv_cache
+from ingot.compiler.plan.kv_cache import KvCache, KvSlot, plan_kv_cache
 from tests.compiler.graphs import Builder
 
 LONG = 1 << 20
@@ -112,3 +112,30 @@ def test_a_model_without_attention() -> None:
     b = Builder()
     kv = plan_kv_cache(b.made(b.op("exp", b.x("x", "T", 4))), 16, LONG)
     assert kv == KvCache(16, 0, (None,), ())
+
+
+def slot_of(dtype: DType, heads: int = 3, key_dim: int = 72, value_dim: int = 40) -> KvSlot:
+    b = Builder()
+    q, k, v = (b.x(name, "T", heads, dim) for name, dim in (("q", key_dim), ("k", key_dim), ("v", value_dim)))
+    return plan_kv_cache(place_kv(b.made(b.op("attention", q, k, v, slot=0, scale=0.5)), dtype), 16, LONG).slots[0]
+
+
+@pytest.mark.parametrize(("dtype", "element_bytes"), [(DType.F32, 4), (DType.BF16, 2), (DType.F16, 2), (DType.FP8, 1)])
+def test_the_values_of_an_unscaled_cache_follow_its_keys(dtype: DType, element_bytes: int) -> None:
+    slot = slot_of(dtype)
+    keys, values = (-(-3 * 16 * dim * element_bytes // 64) * 64 for dim in (72, 40))
+    assert (slot.key_offset, slot.value_offset, slot.part_bytes(16)) == (0, keys, (keys, values))
+    assert slot.key_scale_offset is None and slot.value_scale_offset is None
+
+
+def test_scales_lie_behind_the_part_that_they_belong_to() -> None:
+    slot = slot_of(DType.I8)
+    keys, values, scales = 3 * 16 * 72, 3 * 16 * 40, 3 * 16 * 4
+    assert slot.key_scale_offset == keys and slot.value_offset == keys + scales
+    assert slot.value_scale_offset == slot.value_offset + values
+    assert slot.part_bytes(16) == (keys + scales, values + scales)
+
+
+def test_scales_of_odd_sizes_are_aligned() -> None:
+    slot = slot_of(DType.I8, heads=1, key_dim=6, value_dim=2)
+    assert (slot.key_scale_offset, slot.value_offset, slot.value_scale_offset) == (128, 192, 192 + 64)
