@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -79,15 +79,35 @@ class StepOutputs:
     top_ids: Int32Array
     top_logprobs: Float32Array
 
-    @classmethod
-    def allocate(cls, num_rows: int) -> Self:
-        return cls(np.zeros(num_rows, np.int32), np.zeros(num_rows, np.float32), np.zeros(num_rows, np.int32),
-                   np.zeros((num_rows, MAX_LOGPROBS), np.int32), np.zeros((num_rows, MAX_LOGPROBS), np.float32))
-
     def first(self, num_rows: int) -> StepOutputs:
         """Views of the first rows."""
         return StepOutputs(self.tokens[:num_rows], self.logprobs[:num_rows], self.ranks[:num_rows],
                            self.top_ids[:num_rows], self.top_logprobs[:num_rows])
+
+
+class ArraySpec(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
+def sampling_arrays(max_rows: int, vocab_size: int, max_seq_len: int) -> dict[str, ArraySpec]:
+    """What SamplingInputs consists of, by name: what every step needs, then the long lists, then the outputs."""
+    history, mask_words = min(vocab_size, max_seq_len), -(-vocab_size // 32)
+    int32, float32 = np.dtype(np.int32), np.dtype(np.float32)
+    return {
+        "counts": ArraySpec((4,), int32),
+        "rows": ArraySpec((max_rows,), ROW),
+        "bias_ids": ArraySpec((max_rows, MAX_BIASES), int32),
+        "bias_values": ArraySpec((max_rows, MAX_BIASES), float32),
+        "history_ids": ArraySpec((max_rows, history), int32),
+        "history_counts": ArraySpec((max_rows, history), int32),
+        "masks": ArraySpec((max_rows, mask_words), np.dtype(np.uint32)),
+        "tokens": ArraySpec((max_rows,), int32),
+        "logprobs": ArraySpec((max_rows,), float32),
+        "ranks": ArraySpec((max_rows,), int32),
+        "top_ids": ArraySpec((max_rows, MAX_LOGPROBS), int32),
+        "top_logprobs": ArraySpec((max_rows, MAX_LOGPROBS), float32),
+    }
 
 
 @dataclass(frozen=True)
@@ -100,7 +120,7 @@ class Score:
 
 class SamplingInputs:
     """What plugins/sampling reads: row i is about row i of the step's logits. Allocated once; pages of the long lists
-    take memory only when they are used.
+    take memory only when they are used. counts: i32 [4], the number of rows first.
 
     A row keeps what it holds until another sequence takes it, so that a sequence that generates costs next to nothing
     from step to step. The random number of a row depends on its seed, its stream and the position of its token alone.
@@ -111,21 +131,26 @@ class SamplingInputs:
                  the device waits meanwhile
     """
 
-    def __init__(self, max_rows: int, vocab_size: int, max_seq_len: int) -> None:
-        history, mask_words, chunks = min(vocab_size, max_seq_len), -(-vocab_size // 32), -(-vocab_size // CHUNK_TOKENS)
-        self.rows = np.zeros(max_rows, ROW)
-        self.history_ids: Int32Array = np.zeros((max_rows, history), np.int32)
-        self.history_counts: Int32Array = np.zeros((max_rows, history), np.int32)
-        self.bias_ids: Int32Array = np.zeros((max_rows, MAX_BIASES), np.int32)
-        self.bias_values: Float32Array = np.zeros((max_rows, MAX_BIASES), np.float32)
-        self.masks = np.zeros((max_rows, mask_words), np.uint32)
-        self.outputs = StepOutputs.allocate(max_rows)
+    def __init__(self, max_rows: int, vocab_size: int, max_seq_len: int,
+                 arrays: Mapping[str, np.ndarray] | None = None) -> None:
+        """arrays: those of sampling_arrays, zeroed; by default they are allocated here."""
+        if arrays is None:
+            specs = sampling_arrays(max_rows, vocab_size, max_seq_len)
+            arrays = {name: np.zeros(spec.shape, spec.dtype) for name, spec in specs.items()}
+        self.counts: Int32Array = arrays["counts"]
+        self.rows = arrays["rows"]
+        self.history_ids: Int32Array = arrays["history_ids"]
+        self.history_counts: Int32Array = arrays["history_counts"]
+        self.bias_ids: Int32Array = arrays["bias_ids"]
+        self.bias_values: Float32Array = arrays["bias_values"]
+        self.masks = arrays["masks"]
+        self.outputs = StepOutputs(*(arrays[name] for name in SamplingStruct.OUTPUTS))
+        chunks = -(-vocab_size // CHUNK_TOKENS)
         self._scratch = [np.zeros((max_rows, chunks), dtype) for dtype in (np.float32, np.float64, np.float64)]
-        arrays = {name: getattr(self, name) for name in SamplingStruct.INPUTS}
-        arrays |= {name: getattr(self.outputs, name) for name in SamplingStruct.OUTPUTS}
-        arrays |= dict(zip(SamplingStruct.SCRATCH, self._scratch, strict=False))
-        self._struct = SamplingStruct(0, history, MAX_BIASES, mask_words,
-                                      **{name: array.ctypes.data for name, array in arrays.items()})
+        pointers = {name: arrays[name] for name in (*SamplingStruct.INPUTS, *SamplingStruct.OUTPUTS)}
+        pointers |= dict(zip(SamplingStruct.SCRATCH, self._scratch, strict=False))
+        self._struct = SamplingStruct(0, self.history_ids.shape[1], MAX_BIASES, self.masks.shape[1],
+                                      **{name: array.ctypes.data for name, array in pointers.items()})
         self.address = ctypes.addressof(self._struct)
         self.mask_wait_s = 0.0
 
@@ -148,6 +173,19 @@ class SamplingInputs:
     def num_rows(self) -> int:
         """Rows that the step samples or scores; 0: it computes nothing but logits."""
         return int(self._struct.num_rows)
+
+    def lists_in_use(self) -> list[str]:
+        """Names of the long lists that the step's rows read; writes `counts`. For devices that copy their inputs."""
+        count = self.num_rows
+        self.counts[0] = count
+        found = []
+        if count and self._num_biases[:count].any():
+            found += ["bias_ids", "bias_values"]
+        if count and self._num_history[:count].any():
+            found += ["history_ids", "history_counts"]
+        if count and (self._mask_row[:count] >= 0).any():
+            found.append("masks")
+        return found
 
     def use_work(self, work: np.ndarray) -> None:
         """Memory of work_bytes for the workers, which all inputs of a device may share; kept alive."""

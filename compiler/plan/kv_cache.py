@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ingot.runtime.step import table_width
+
 from ..ir.graph import Graph, Node
 from .memory import aligned
 
@@ -95,8 +97,8 @@ class KvCache:
         return self.windows.count(None) * self.block_bytes // self.block_size
 
     def table_offset(self, table: int, max_batch_size: int, max_seq_len: int) -> int:
-        """Where a table begins in the step's block_tables i32 [num_tables, max_batch_size, max_blocks], in bytes."""
-        return 4 * table * max_batch_size * -(-max_seq_len // self.block_size)
+        """Where a table begins in the step's block_tables i32 [num_tables, max_batch_size, table_width], in bytes."""
+        return 4 * table * max_batch_size * table_width(max_seq_len, self.block_size)
 
 
 def plan_kv_cache(graph: Graph, block_size: int, max_seq_len: int) -> KvCache:

@@ -22,8 +22,9 @@ from ..manifest import weight_name
 from ..program import Limits, check_plan_version
 from ..sampling_inputs import Float32Array, StepOutputs, work_bytes
 from ..step import StepInputs
-from .cpu_plan import DTYPES, BoundBucket, Places, arena_bytes, bind_bucket, check_buckets, kv_layout, vocab_size
+from .cpu_plan import BoundBucket, Places, bind_bucket
 from .native_code import STEP_ARRAYS, NativeCode, Step
+from .plan_fields import DTYPES, arena_bytes, check_buckets, kv_layout, vocab_size
 
 MAX_WORKERS = 1024
 
@@ -184,7 +185,7 @@ class CpuProgram:
 def _step(inputs: StepInputs) -> Step:
     """The ingot_step of these inputs; the counts follow with each step."""
     addresses = {name: getattr(inputs, name).ctypes.data for name in STEP_ARRAYS}
-    return Step(max_blocks=inputs.max_blocks, sampling=inputs.sampling.address, **addresses)
+    return Step(max_blocks=inputs.table_width, sampling=inputs.sampling.address, **addresses)
 
 
 def _copy(inputs: StepInputs, address: int, dims: list[int | str], dtype: str) -> np.ndarray:

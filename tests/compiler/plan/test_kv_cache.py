@@ -9,6 +9,8 @@ import pytest
 from ingot.compiler.ir.types import DType
 from ingot.compiler.passes.place_kv import place_kv
 from ingot.compiler.plan.kv_cache import KvCache, KvSlot, plan_kv_cache
+from ingot.runtime.program import Limits
+from ingot.runtime.step import StepInputs
 from tests.compiler.graphs import Builder
 
 LONG = 1 << 20
@@ -104,8 +106,13 @@ def test_parts_are_aligned_and_apart() -> None:
 
 
 def test_tables_of_the_step() -> None:
+    """They begin where the arrays of a step have them, at a multiple of 16 bytes."""
     kv = layers(4, None, 4)
-    assert [kv.table_offset(table, max_batch_size=3, max_seq_len=33) for table in range(3)] == [0, 36, 72]
+    for max_seq_len in (33, 400):
+        offsets = [kv.table_offset(table, max_batch_size=3, max_seq_len=max_seq_len) for table in range(3)]
+        tables = StepInputs(Limits(3, 8, max_seq_len), 50, kv.block_size, 3).block_tables
+        assert offsets == [table.ctypes.data - tables.ctypes.data for table in tables]
+        assert all(offset % 16 == 0 for offset in offsets)
 
 
 def test_a_model_without_attention() -> None:
