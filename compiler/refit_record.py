@@ -6,7 +6,8 @@
                       "" for a GGUF file, which holds them together with the tensors
     config            the configuration in canonical form
     tensors           name in the checkpoint -> [element type as the importer sees it, shape]
-    weights           name in the plan -> expr (a recipe over the tensors), scheme, label, parameters
+    weights           name in the plan -> expr (a recipe over the tensors), scheme, layout (if not panels), label,
+                      parameters
 """
 from __future__ import annotations
 
@@ -21,10 +22,10 @@ from ingot.runtime.manifest import canonical_json
 from .cache.keys import source_digest
 from .cache.packed_weights import PACKING_SOURCES
 from .checkpoint.checkpoint import Checkpoint
-from .cpu.weights import PackedWeight, Packing
 from .importer.importer import element_type
 from .model_facts import ModelFacts, files_digest
 from .weights.expr import WeightExpr
+from .weights.packed import PANELS, PackedWeight, Packing
 
 REFIT_VERSION = 1
 REFIT_MEMBER = REFIT
@@ -65,9 +66,17 @@ def refit_record(checkpoint: Checkpoint, facts: ModelFacts, weights: list[Packed
     return canonical_json({
         "version": REFIT_VERSION, "packing_sha256": packing_digest(), "sides_sha256": sides_digest(checkpoint),
         "config": facts.config, "tensors": layout(checkpoint),
-        "weights": {weight.name: {"expr": weight.expr.to_json(), "scheme": weight.packing.scheme,
+        "weights": {weight.name: {"expr": weight.expr.to_json(), **_packing_json(weight.packing),
                                   "label": weight.label, "parameters": list(weight.parameters)}
                     for weight in weights}})
+
+
+def _packing_json(packing: Packing) -> dict[str, str]:
+    return {"scheme": packing.scheme} if packing.layout == PANELS else vars(packing)
+
+
+def _packing(entry: dict[str, Any]) -> Packing:
+    return Packing(entry["scheme"], entry.get("layout", PANELS))
 
 
 def parse_refit_record(data: bytes, order: list[str], where: str) -> RefitRecord:
@@ -78,5 +87,5 @@ def parse_refit_record(data: bytes, order: list[str], where: str) -> RefitRecord
                            f"{REFIT_VERSION}.\n  Build the engine again.")
     weights = entries["weights"]
     return RefitRecord(entries["packing_sha256"], entries["sides_sha256"], entries["config"], entries["tensors"], [
-        PackedWeight(name, WeightExpr.from_json(weights[name]["expr"]), Packing(weights[name]["scheme"]),
+        PackedWeight(name, WeightExpr.from_json(weights[name]["expr"]), _packing(weights[name]),
                      weights[name]["label"], tuple(weights[name]["parameters"])) for name in order])

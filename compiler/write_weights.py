@@ -14,9 +14,9 @@ from .cache.tensor_digests import checkpoint_digest, tensor_digests
 from .calibration.record import calibration_record
 from .checkpoint.checkpoint import Checkpoint
 from .clock import Clock
-from .cpu.weights import PackedWeight
 from .engine_writer import EngineWriter
 from .plan.plan import Weight
+from .weights.packed import PackedWeight
 
 
 @dataclass(frozen=True)

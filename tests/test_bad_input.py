@@ -204,7 +204,7 @@ def test_a_disk_that_is_too_small(bench: Bench, tiny_checkpoint: Path, monkeypat
 
 _BUILD_THAT_STOPS = """
 import sys, time
-from ingot.compiler.cpu.weights import PackedWeight
+from ingot.compiler.weights.packed import PackedWeight
 from ingot.runtime.cli import main
 make, made = PackedWeight.make, []
 def slow(*arguments):

@@ -11,7 +11,7 @@ import numpy as np
 from ..calibration.calibrate import calibrate
 from ..calibration.gather import calibration_text
 from ..checkpoint.checkpoint import Checkpoint
-from ..cpu.weights import PackedWeight
+from ..weights.packed import PackedWeight
 from .build_cache import BuildCache
 from .keys import key, library_versions, source_digest
 from .packed_weights import PACKING_SOURCES

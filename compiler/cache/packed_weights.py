@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..checkpoint.checkpoint import Checkpoint
-from ..cpu.weights import PackedWeight
+from ..weights.packed import PackedWeight
 from .build_cache import BuildCache
 from .keys import key, library_versions, source_digest
 
 if TYPE_CHECKING:
     from .calibration import Calibration
 
-PACKING_SOURCES = ("compiler/checkpoint", "compiler/cpu/weights.py", "compiler/ir", "compiler/weights",
-                   "plugins/linear/compensate.py", "plugins/linear/pack.py", "plugins/linear/quantize_weights.py",
-                   "plugins/scheme.py")
+PACKING_SOURCES = ("compiler/checkpoint", "compiler/ir", "compiler/weights", "plugins/gpu/floats.py",
+                   "plugins/linear/compensate.py", "plugins/linear/gpu_formats.py", "plugins/linear/pack.py",
+                   "plugins/linear/quantize_weights.py", "plugins/scheme.py")
 """Everything that decides what the bytes of a packed weight mean."""
 
 
@@ -25,7 +25,7 @@ def packed(weight: PackedWeight, checkpoint: Checkpoint, digests: Mapping[str, s
     """The blob, u8. digests: of the checkpoint's tensors. Raises what the checkpoint raises."""
     if cache is None:
         return weight.make(checkpoint, calibration.moment(weight.name))
-    name = key(expr=weight.expr.to_json(), scheme=weight.packing.scheme,
+    name = key(expr=weight.expr.to_json(), packing=vars(weight.packing),
                tensors={tensor: digests[tensor] for tensor in weight.expr.tensor_names()},
                calibration=calibration.key if weight.name in calibration.numbers else None,
                versions=library_versions("numpy", "gguf"), sources=source_digest(*PACKING_SOURCES))

@@ -13,10 +13,10 @@ from ingot.plugins.scheme import PANEL, SCHEMES
 from ingot.runtime.tokenizer import Tokenizer
 
 from ..checkpoint.checkpoint import Checkpoint
-from ..cpu.weights import PackedWeight
 from ..reference_model import ReferenceModel
 from ..tokenizer import CONFIG, TOKENIZER
 from ..weights.evaluate import evaluate
+from ..weights.packed import PackedWeight
 from .gather import calibration_text, gather
 
 MAX_PARAMETERS = 1_000_000_000

@@ -18,9 +18,9 @@ from ..errors import CannotCompile
 from ..fusion import c_emit
 from ..ir.graph import Node
 from ..plan.plan import NULL, Arg
+from ..weights.packed import Packing
 from .lower import Lowering
 from .repeat import MAX_REPEATED_TOKENS
-from .weights import Packing
 
 
 def _quantize(low: Lowering, node: Node) -> None:
@@ -141,7 +141,7 @@ def _attention(low: Lowering, node: Node) -> None:
     # Where the second launch is to become a part of the next one, it must not write what all read.
     whole = low.draft(node.output) if low.tokens <= MAX_REPEATED_TOKENS else out
     first = [low.arg(q), *low.kv_args(a["slot"]), sink, scratch, whole]
-    low.launch(node, attention_cpu.attention(problem), first, {whole.name: 6})
+    low.launch(node, attention_cpu.attention(problem), first, {whole.name: len(first) - 1})
     second = [scratch, sink, NULL if whole == out else whole, out]
     low.launch(node, attention_cpu.attention_combine(problem), second, {node.output: 3}, op="attention_combine")
 

@@ -15,11 +15,11 @@ from ..cache.build_cache import BuildCache
 from ..ir.graph import Graph
 from ..plan.kv_cache import KvCache, plan_kv_cache
 from ..plan.plan import Bucket, Launch, Plan, Weight
+from ..weights.packed import PackedWeight, WeightTable
 from .emitters import EMITTERS
 from .isa import ISAS
 from .lower import Lowering
 from .toolchain import Compiler, compile_shared
-from .weights import PackedWeight, WeightTable
 
 KERNELS_A_FILE = 6
 """Kernels of one C file: small enough to compile side by side, large enough to read the headers once for many."""
@@ -110,7 +110,8 @@ def generate(graph: Graph, isa: str, limits: dict[str, int], block_size: int) ->
     kv = plan_kv_cache(graph, block_size, limits["max_seq_len"])
     for tokens in token_buckets(limits["max_num_tokens"]):
         bindings = {"T": tokens, "L": min(tokens, limits["max_batch_size"])}
-        lowering = Lowering(graph, isa, tokens, bindings, limits, weights, kv, EMITTERS)
+        lowering = Lowering(graph=graph, isa=isa, tokens=tokens, bindings=bindings, limits=limits, weights=weights,
+                            kv=kv, emitters=EMITTERS)
         bucket = lowering.run()
         launches = tuple(Launch(kernel.symbol, (lowering.arg(logits),), "sampling", op="sampling")
                          for kernel in choosing)

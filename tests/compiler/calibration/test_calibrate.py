@@ -12,9 +12,9 @@ from ingot.compiler.calibration import calibrate as module
 from ingot.compiler.calibration.calibrate import calibrate
 from ingot.compiler.checkpoint.checkpoint import Checkpoint
 from ingot.compiler.checkpoint.open import open_checkpoint
-from ingot.compiler.cpu.weights import PackedWeight, Packing
 from ingot.compiler.tokenizer import CONFIG, TOKENIZER
 from ingot.compiler.weights.expr import concat, literal, tensor
+from ingot.compiler.weights.packed import PackedWeight, Packing
 from ingot.plugins.linear.pack import unpack
 from ingot.plugins.scheme import SCHEMES
 

@@ -10,11 +10,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from ingot.compiler.calibration import gather as module
 from ingot.compiler.calibration.gather import calibration_text, gather
 from ingot.compiler.checkpoint.open import open_checkpoint
-from ingot.compiler.cpu.weights import RAW, WeightTable
 from ingot.compiler.importer.importer import import_model
 from ingot.compiler.passes.raise_linear import raise_linear
 from ingot.compiler.quality import documentation_text
 from ingot.compiler.reference_model import ReferenceModel
+from ingot.compiler.weights.packed import RAW, WeightTable
 
 LAYER = "model.layers.1."
 NAMES = [f"{LAYER}{name}_proj.weight" for name in (

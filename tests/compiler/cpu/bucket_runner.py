@@ -8,7 +8,6 @@ import numpy as np
 
 from ingot.compiler.cpu.emitters import EMITTERS
 from ingot.compiler.cpu.lower import Lowering
-from ingot.compiler.cpu.weights import WeightTable
 from ingot.compiler.fusion.fuse import fuse_loops
 from ingot.compiler.ir.graph import Graph
 from ingot.compiler.ir.interpret import run
@@ -17,6 +16,7 @@ from ingot.compiler.ir.verify import verify
 from ingot.compiler.passes.strided import accepts_strided
 from ingot.compiler.plan.kv_cache import KvCache, plan_kv_cache
 from ingot.compiler.plan.plan import Arg, Bucket
+from ingot.compiler.weights.packed import WeightTable
 from ingot.plugins.kernel import CpuKernel
 from tests.compiler.graphs import Builder, Weights, compare, random_inputs
 from tests.plugins.native import Library, Step, aligned, placed
@@ -50,7 +50,8 @@ class Lowered:
         self.kv = plan_kv_cache(self.graph, BLOCK_SIZE, MAX_SEQ_LEN)
         for tokens in self.tokens:
             bindings = {"T": tokens, "L": min(tokens, MAX_SEQS)}
-            lowering = Lowering(self.graph, isa, tokens, bindings, limits, self.weights, self.kv, EMITTERS)
+            lowering = Lowering(graph=self.graph, isa=isa, tokens=tokens, bindings=bindings, limits=limits,
+                                weights=self.weights, kv=self.kv, emitters=EMITTERS)
             self.buckets[tokens] = lowering.run()
             self.kernels.update(lowering.kernels)
         return list(self.kernels.values())

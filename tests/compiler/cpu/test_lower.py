@@ -7,7 +7,6 @@ import pytest
 
 from ingot.compiler.cpu.emitters import EMITTERS
 from ingot.compiler.cpu.lower import Lowering
-from ingot.compiler.cpu.weights import WeightTable
 from ingot.compiler.errors import CannotCompile
 from ingot.compiler.ir.graph import Graph, Node
 from ingot.compiler.ir.types import DType, concrete
@@ -16,6 +15,7 @@ from ingot.compiler.plan.kv_cache import plan_kv_cache
 from ingot.compiler.plan.memory import ALIGNMENT
 from ingot.compiler.plan.plan import Arg, Bucket, Launch
 from ingot.compiler.precision import PRECISIONS
+from ingot.compiler.weights.packed import WeightTable
 from tests.compiler.graphs import Builder
 from tests.compiler.models import Layer, model, random_model
 
@@ -30,16 +30,17 @@ class Traced(Lowering):
 
     launched: list[Node] = field(default_factory=list)
 
-    def _emit(self, node: Node) -> None:
+    def emit(self, node: Node) -> None:
         begin = len(self.launches)
-        super()._emit(node)
+        super().emit(node)
         self.launched += [node] * (len(self.launches) - begin)
 
 
 def lowered(graph: Graph, tokens: int) -> tuple[Traced, Bucket]:
     bindings = {"T": tokens, "L": min(tokens, LIMITS["max_batch_size"])}
     kv = plan_kv_cache(graph, 16, LIMITS["max_seq_len"])
-    lowering = Traced(graph, "x86-64-v3", tokens, bindings, LIMITS, WeightTable(), kv, EMITTERS)
+    lowering = Traced(graph=graph, isa="x86-64-v3", tokens=tokens, bindings=bindings, limits=LIMITS, weights=WeightTable(),
+                      kv=kv, emitters=EMITTERS)
     return lowering, lowering.run()
 
 

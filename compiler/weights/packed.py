@@ -1,4 +1,4 @@
-"""The packed weights of a CPU engine: which blobs there are, how large they get, and how each is made."""
+"""The packed weights of an engine: which blobs there are, how large they get, and how each is made."""
 from __future__ import annotations
 
 import math
@@ -7,12 +7,17 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ingot.plugins.linear.compensate import feedback
+from ingot.plugins.linear.gpu_schemes import GPU_SCHEMES
 from ingot.plugins.linear.pack import pack, packed_size
 from ingot.plugins.scheme import PANEL, SCHEMES
 
 from ..ir.types import DType
-from ..weights.evaluate import TensorSource, evaluate
-from ..weights.expr import WeightExpr
+from .evaluate import TensorSource, evaluate
+from .expr import WeightExpr
+from .rows import blob_parts, blob_size, pack_rows
+
+PANELS, ROWS = "panels", "rows"
+"""Layouts of packed matrices."""
 
 ROWS_AT_A_TIME = 64 * PANEL
 """Rows of a matrix that are in memory as float32 at a time: bounds the build's memory whatever the model's size."""
@@ -20,11 +25,14 @@ ROWS_AT_A_TIME = 64 * PANEL
 
 @dataclass(frozen=True)
 class Packing:
-    """scheme  key of SCHEMES: panels for the matrix kernels, from [N, K], or for each expert from [E, N, K];
-            "": the elements as they are, row-major
+    """scheme  "": the elements as they are, row-major; else how the matrix [N, K], or each expert's of [E, N, K], is
+            rounded
+    layout  PANELS for the matrix kernels of CPUs, scheme is a key of SCHEMES; ROWS for those of GPUs, scheme is a key
+            of GPU_SCHEMES
     """
 
     scheme: str = ""
+    layout: str = PANELS
 
 
 RAW = Packing()
@@ -44,8 +52,16 @@ class PackedWeight:
     def size_bytes(self) -> int:
         if self.packing == RAW:
             return self.expr.size_bytes
+        if self.packing.layout == ROWS:
+            return blob_size(self.parts)
         *experts, n, k = self.expr.shape
         return math.prod(experts) * packed_size(n, k, SCHEMES[self.packing.scheme])
+
+    @property
+    def parts(self) -> dict[str, tuple[int, int]]:
+        """Of layout "rows": array of the kernel (w, w_scale, …) -> where it begins in the blob, and its bytes."""
+        assert self.packing.layout == ROWS, self
+        return blob_parts(self.expr.shape, GPU_SCHEMES[self.packing.scheme].weights)
 
     def make(self, source: TensorSource, moment: np.ndarray | None = None) -> np.ndarray:
         """The blob, u8. Evaluates the expression a piece at a time. Raises what the checkpoint raises.
@@ -54,6 +70,8 @@ class PackedWeight:
         """
         if self.packing == RAW:
             return evaluate(self.expr, source).reshape(-1).view(np.uint8)
+        if self.packing.layout == ROWS:
+            return pack_rows(self.expr, source, GPU_SCHEMES[self.packing.scheme].weights, ROWS_AT_A_TIME)
         blob, at = np.empty(self.size_bytes, np.uint8), 0
         rows, inputs = self.expr.shape[0], None if moment is None else feedback(moment)
         step = ROWS_AT_A_TIME if len(self.expr.shape) == 2 else 1
@@ -73,10 +91,13 @@ class WeightTable:
     entries: dict[tuple[WeightExpr, Packing], PackedWeight] = field(default_factory=dict)
 
     def name(self, expr: WeightExpr, packing: Packing, label: str) -> str:
+        return self.packed(expr, packing, label).name
+
+    def packed(self, expr: WeightExpr, packing: Packing, label: str) -> PackedWeight:
         key = expr, packing
         if key not in self.entries:
             text = f"{label} {packing.scheme or DType(expr.type.dtype).value} {list(expr.shape)}"
             # A matrix that the model stores the other way round is named for its transpose.
             parameters = tuple(part.removesuffix(".permute") for part in label.split("+"))
             self.entries[key] = PackedWeight(f"w{len(self.entries)}", expr, packing, text, parameters)
-        return self.entries[key].name
+        return self.entries[key]

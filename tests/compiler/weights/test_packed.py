@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ingot.compiler.cpu.weights import RAW, ROWS_AT_A_TIME, PackedWeight, Packing, WeightTable
 from ingot.compiler.weights.expr import concat, literal, permute, tensor
+from ingot.compiler.weights.packed import RAW, ROWS_AT_A_TIME, PackedWeight, Packing, WeightTable
 from ingot.plugins.linear.pack import pack
 from ingot.plugins.scheme import SCHEMES
 

@@ -1,0 +1,99 @@
+"""How a linear layer of a GPU engine holds its weights and takes its inputs, and what both are worth in numpy.
+
+A scheme is a format of weights (gpu_formats.py) and the type of activations in the matrix instruction. Activations of
+eight and four bits are quantized in every step, by a scale a token (fp8_block: a scale for 128 channels of a token).
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..gpu.floats import E2M1_MAX, E4M3_MAX, from_bf16, from_e2m1, from_e4m3, to_bf16
+from .gpu_formats import BLOCK, FORMATS, Format, nvfp4_blocks, pack, unpack, unpack_nibbles
+from .gpu_reference import quantize_groups, quantize_tokens
+
+QUANTIZED = ("fp8", "int8", "nvfp4")
+"""Types of activations that a step has to make first."""
+
+
+@dataclass(frozen=True)
+class GpuScheme:
+    """name        as the graph has it; it tells weights and inputs apart from those of CPU schemes of a like name
+    format      key of gpu_formats.FORMATS
+    activation  type of the inputs in the matrix instruction
+    """
+
+    name: str
+    format: str
+    activation: str
+
+    def __post_init__(self) -> None:
+        assert self.activation in FORMATS[self.format].activations, self
+
+    @property
+    def weights(self) -> Format:
+        return FORMATS[self.format]
+
+    @property
+    def quantized(self) -> str:
+        """What the inputs are quantized to: "fp8", "int8", "nvfp4", "fp8_block"; "" if they stay floating."""
+        if self.format == "fp8_block":
+            return "fp8_block"
+        return self.activation if self.activation in QUANTIZED else ""
+
+    def stored(self, w: np.ndarray) -> np.ndarray:
+        """What weights float32 [.., N, K] are worth once they are packed; each matrix for itself."""
+        if self.format == "fp32":
+            return w
+        if w.ndim > 2:
+            return np.stack([self.stored(matrix) for matrix in w])
+        values = unpack(pack(np.ascontiguousarray(w, np.float32), self.weights)).astype(np.float32)
+        if self.format == "int4" and self.activation in ("bf16", "fp16"):  # dequantized to that type
+            return from_bf16(to_bf16(values)) if self.activation == "bf16" else values.astype(np.float16).astype(
+                np.float32)
+        return values
+
+    def inputs(self, x: np.ndarray) -> np.ndarray:
+        """What inputs float32 [.., K] are worth once they are quantized; floating ones as they are."""
+        if not self.quantized:
+            return x
+        rows = np.ascontiguousarray(x.reshape(-1, x.shape[-1]), np.float32)
+        if self.quantized == "fp8_block":
+            bits, scale = quantize_groups(rows)
+            values = from_e4m3(bits) * scale.repeat(rows.shape[1] // scale.shape[1], axis=1)
+        elif self.quantized == "nvfp4":
+            values = nvfp4_tokens(rows)
+        else:
+            bits, scale = quantize_tokens(rows, self.quantized)
+            values = (from_e4m3(bits) if self.quantized == "fp8" else bits.astype(np.float32)) * scale[:, None]
+        return values.reshape(x.shape).astype(np.float32)
+
+
+def token_factors(x: np.ndarray) -> np.ndarray:
+    """float32 [M]: the factor of each token in nvfp4, which lets its largest block scale be the largest e4m3."""
+    most = np.abs(x).max(axis=1)
+    return np.where(most > 0, most / (E4M3_MAX * E2M1_MAX), np.float32(1)).astype(np.float32)
+
+
+def nvfp4_tokens(x: np.ndarray) -> np.ndarray:
+    """What rows float32 [M, K] are worth in e2m1 with a scale for 16 channels and a factor a token."""
+    factor = token_factors(x)
+    packed, scale = nvfp4_blocks(x / factor[:, None], 1.0)
+    blocks = from_e2m1(unpack_nibbles(packed)).reshape(len(x), -1, BLOCK) * from_e4m3(scale)[..., None]
+    return (blocks.reshape(x.shape) * factor[:, None]).astype(np.float32)
+
+
+GPU_SCHEMES = {scheme.name: scheme for scheme in (
+    GpuScheme("fp32", "fp32", "fp32"),
+    GpuScheme("bf16", "bf16", "bf16"),
+    GpuScheme("fp16", "fp16", "fp16"),
+    GpuScheme("fp8", "fp8", "fp8"),
+    GpuScheme("fp8_block", "fp8_block", "fp8"),
+    GpuScheme("int8_token", "int8", "int8"),
+    GpuScheme("int4", "int4", "bf16"),
+    GpuScheme("int4_fp16", "int4", "fp16"),
+    GpuScheme("w4a8_fp8", "int4", "fp8"),
+    GpuScheme("w4a8_int8", "int4", "int8"),
+    GpuScheme("nvfp4", "nvfp4", "nvfp4"),
+)}
