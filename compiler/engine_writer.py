@@ -95,7 +95,7 @@ class EngineWriter:
             self._fd = -1
 
     def add(self, name: str, data: bytes) -> None:
-        """Adds plan.json, refit.json or a member below code/, tokenizer/ or debug/.
+        """Adds plan.json, refit.json, selftest.json or a member below code/, tokenizer/ or debug/.
 
         Raises EngineFormatError for a bad name.
         """

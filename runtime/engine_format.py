@@ -20,17 +20,17 @@ from .errors import RequestError
 
 FORMAT_VERSION = 1
 ALIGNMENT = 4096
-MANIFEST, PLAN, REFIT = "manifest.json", "plan.json", "refit.json"
+MANIFEST, PLAN, REFIT, SELF_TEST = "manifest.json", "plan.json", "refit.json", "selftest.json"
 
 # Weights stream first because their sizes and hashes come one by one; the manifest, which holds them, ends the data.
 # The directory lists the sections the other way round, so that a listing starts with what people look for.
-FILE_ORDER = ("weights/", "debug/", "tokenizer/", REFIT, "code/", PLAN, MANIFEST)
+FILE_ORDER = ("weights/", "debug/", "tokenizer/", REFIT, SELF_TEST, "code/", PLAN, MANIFEST)
 DIRECTORY_ORDER = FILE_ORDER[::-1]
 
 MAX_MEMBERS = 1 << 20
 MAX_NAME_BYTES = 200
 _NAME = re.compile(
-    r"(?:(?:manifest|plan|refit)\.json|(?:weights|debug|tokenizer|code)(?:/[A-Za-z0-9_][A-Za-z0-9_.+-]*)+)"
+    r"(?:(?:manifest|plan|refit|selftest)\.json|(?:weights|debug|tokenizer|code)(?:/[A-Za-z0-9_][A-Za-z0-9_.+-]*)+)"
 )
 
 _LOCAL = struct.Struct("<4s5H3I2H")
@@ -111,8 +111,8 @@ def check_name(name: str) -> None:
         raise EngineFormatError(f"member name of {len(name)} bytes: at most {MAX_NAME_BYTES} are allowed")
     if not _NAME.fullmatch(name):
         raise EngineFormatError(
-            f"member name {name!r} is not allowed: expected {MANIFEST}, {PLAN}, {REFIT} or a path of letters, digits "
-            "and '_.+-' below code/, weights/, tokenizer/ or debug/, no part of which starts with a dot"
+            f"member name {name!r} is not allowed: expected {MANIFEST}, {PLAN}, {REFIT}, {SELF_TEST} or a path of "
+            "letters, digits and '_.+-' below code/, weights/, tokenizer/ or debug/, no part of which starts with a dot"
         )
 
 

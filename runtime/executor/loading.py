@@ -14,11 +14,13 @@ from ..kv.events import EventBuffer
 from ..kv_memory import DEFAULT_FRACTION, kv_cache_tokens
 from ..program import Limits, Program
 from ..scheduler import ChunkingPolicy, SchedulerPolicy, SchedulerSettings, SettingsError
+from ..self_test import SelfTest
 from ..store.locate import locate
 from ..store.policy import ANY_ENGINE, LoadPolicy
 from ..tokenizer import Tokenizer, read_config
 from .executor import Executor, ExecutorSettings
 from .request_log import RequestLog
+from .trial import Trial, try_out
 
 
 @dataclass(frozen=True)
@@ -52,27 +54,30 @@ class LoadedEngine:
     """An engine with the executor that runs it.
 
     limits  those that it is run with, at most those that it was built for
+    trial   how it was tried out; None if it was not
     """
 
-    def __init__(self, engine: str | os.PathLike[str], options: EngineOptions = EngineOptions()) -> None:
-        """engine: a file, a name in the store, or the start of a hash.
+    def __init__(self, engine: str | os.PathLike[str], options: EngineOptions = EngineOptions(),
+                 tried_out: bool = False) -> None:
+        """engine: a file, a name in the store, or the start of a hash. tried_out: before it takes requests (trial.py).
 
         Raises RequestError (EngineFormatError, EngineRefused, EngineMismatch, SettingsError, KvCacheSizeError) or
-        WorkFailed.
+        WorkFailed (SelfTestFailed).
         """
         self.options = options
+        self.trial: Trial | None = None
         located = locate(engine, options.store)
         self.file = located.open()
         self._log: RequestLog | None = None
         self._program: Program | None = None
         try:
             options.policy.check(self.file, located.attestations)
-            self._load()
+            self._load(tried_out)
         except BaseException:
             self._release()
             raise
 
-    def _load(self) -> None:
+    def _load(self, tried_out: bool) -> None:
         options, manifest = self.options, self.file.manifest
         built = Limits.of(manifest)
         settings = SchedulerSettings.within(built, options.max_batch_size, options.max_num_tokens,
@@ -83,16 +88,31 @@ class LoadedEngine:
         self._log = RequestLog(options.log_requests) if options.log_requests is not None else None
         tokens, host_tokens = _kv_tokens(manifest, options)
         program = self._program = load_program(self.file, tokens, options.num_workers, host_tokens)
-        self.kv = KvCache(program.num_blocks, program.block_size, program.kv_windows,
-                          num_host_blocks=program.num_host_blocks, max_chunk=settings.max_num_tokens,
-                          enable_reuse=options.prefix_reuse, events=EventBuffer())
         self.vocab_size = program.vocab_size
         self.tokenizer = Tokenizer.of(self.file)
         self.stop_token_ids = frozenset(read_config(self.file).get("eos_token_ids", ()))
+        if tried_out:
+            self.trial = self._try_out(program, settings)
+        self.kv = self._empty_cache(program, settings)
         self.executor = Executor(
             program, self.kv, ExecutorSettings(settings, self.limits.max_seq_len, options.max_queue_size),
             tokenizer=self.tokenizer, stop_token_ids=self.stop_token_ids, log=self._log)
         return_free_memory()  # loading parses much JSON: what it leaves would stay for as long as the engine serves
+
+    def _empty_cache(self, program: Program, settings: SchedulerSettings) -> KvCache:
+        return KvCache(program.num_blocks, program.block_size, program.kv_windows,
+                       num_host_blocks=program.num_host_blocks, max_chunk=settings.max_num_tokens,
+                       enable_reuse=self.options.prefix_reuse, events=EventBuffer())
+
+    def _try_out(self, program: Program, settings: SchedulerSettings) -> Trial:
+        """With a cache and an executor of its own, so that neither counters nor cached prefixes tell of it."""
+        kv, longest = self._empty_cache(program, settings), self.limits.max_seq_len
+        executor = Executor(program, kv, ExecutorSettings(settings, longest, 2 * settings.max_batch_size))
+        try:
+            return try_out(executor, SelfTest.read(self.file), self.limits, kv.longest(longest), program.vocab_size,
+                           self.file.manifest["target"].get("kind", "cpu"), self.file.path)
+        finally:
+            executor.close()
 
     def close(self) -> None:
         """Ends what runs, stops the executor and frees the device."""

@@ -11,6 +11,7 @@ One thread at a time. The end of an answer is known before the next launch, so t
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
     from .request_log import RequestLog
 
 
+_keys = itertools.count(1)
+"""Of admissions, see StepInputs.add: unique over the process, for a program may get another loop after its first."""
+
+
 class StepLoop:
     """requests       those that have not ended, by their id
     num_unstarted  how many of them wait for their first admission
@@ -49,7 +54,6 @@ class StepLoop:
         self._in_flight: StepPlan[Answer] | None = None
         self._prepared: StepPlan[Answer] | None = None
         self._prepared_at = 0  # the scheduler's version then
-        self._num_keys = 0
         # What has come and is not delivered yet: tokens, and answers that ended without one.
         self._tokens: list[tuple[Answer, int, TokenLogprobs | None, bool]] = []  # the last: it ends the answer
         self._ended: list[Answer] = []
@@ -185,8 +189,7 @@ class StepLoop:
     def _note(self, plan: StepPlan[Answer]) -> None:
         """Who came and went by the scheduler's decision."""
         for answer in plan.admitted:
-            self._num_keys += 1
-            answer.key = self._num_keys
+            answer.key = next(_keys)
             self._start(answer.running)
         for answer in plan.paused:
             answer.running.num_pauses += 1

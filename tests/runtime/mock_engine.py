@@ -137,8 +137,9 @@ def manifest(**changes: Any) -> dict[str, Any]:
 
 
 def write_engine(path: Path, code: bytes, *, edit_plan: Any = None, with_tokenizer: bool = True,
-                 **changes: Any) -> Path:
-    """edit_plan(plan) changes it in place; `changes` replace fields of the manifest."""
+                 before_finish: Any = None, **changes: Any) -> Path:
+    """edit_plan(plan) changes it in place; before_finish(writer, manifest) adds members; `changes` replace fields of
+    the manifest."""
     with EngineWriter(path) as writer:
         blobs = {name: writer.add_weight(data).removeprefix("weights/").removesuffix(".bin")
                  for name, data in (("table", TABLE), ("head", HEAD))}
@@ -152,5 +153,7 @@ def write_engine(path: Path, code: bytes, *, edit_plan: Any = None, with_tokeniz
             writer.add("tokenizer/chat_template.jinja", TEMPLATE.encode())
         config = {"eos_token_ids": [EOS], "special_tokens": {"bos_token": "<s>", "eos_token": "</s>"}}
         writer.add("tokenizer/config.json", json.dumps(config).encode())
+        if before_finish is not None:
+            before_finish(writer, manifest(**changes))
         writer.finish(manifest(**changes))
     return path
