@@ -112,8 +112,9 @@ def compile_kernels(kernels: Iterable[GpuKernel], arch: Architecture, cache: Pat
         worker = workers.get()
         try:
             progress(kernel.symbol)
+            source = source_digest(kernel.module, kernel.source)
             compiled = _finish(kernel, arch, worker.ask({
-                "kernel": kernel.to_json(), "source": source_digest(kernel.module), "capability": arch.capability}))
+                "kernel": kernel.to_json(), "source": source, "capability": arch.capability}))
         finally:
             workers.put(worker)
         _write(cache, key, compiled)
@@ -135,7 +136,7 @@ def compile_kernels(kernels: Iterable[GpuKernel], arch: Architecture, cache: Pat
 def cache_key(kernel: GpuKernel, arch: Architecture) -> str:
     """SHA-256 over everything that the bytes depend on. The compiler's programs come with triton, in its version."""
     parts = {"cache": CACHE_VERSION, "triton": version("triton"), "arch": arch.name, "kernel": kernel.to_json(),
-             "order": [name for name, _ in kernel.parameters], "source": source_digest(kernel.module)}
+             "order": [name for name, _ in kernel.parameters], "source": source_digest(kernel.module, kernel.source)}
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 

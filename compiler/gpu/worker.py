@@ -8,12 +8,12 @@ Triton prints what it likes on stdout; answers go to the descriptor that stdout 
 from __future__ import annotations
 
 import base64
-import importlib
 import json
 import os
 import sys
 from typing import Any
 
+from ingot.plugins.gpu.generated import module_of
 from ingot.plugins.gpu.sources import source_digest
 
 _METADATA = ("name", "shared", "num_warps", "num_ctas", "tmem_size", "global_scratch_size", "global_scratch_align",
@@ -28,9 +28,10 @@ def compile_one(request: dict[str, Any]) -> dict[str, Any]:
     from triton.compiler import ASTSource
 
     kernel = request["kernel"]
-    function = getattr(importlib.import_module(kernel["module"]), kernel["function"])
+    text = kernel.get("text", "")
+    function = getattr(module_of(kernel["module"], text), kernel["function"])
     # What was imported must be what the result is filed under.
-    if source_digest(kernel["module"]) != request["source"]:
+    if source_digest(kernel["module"], text) != request["source"]:
         raise RuntimeError(f"the source of {kernel['module']} changed while its kernels were compiled; build again")
     given = kernel["signature"] | dict.fromkeys(kernel["constants"], "constexpr")
     if set(given) != set(function.arg_names):

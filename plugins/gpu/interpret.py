@@ -1,33 +1,107 @@
-"""Runs a GPU launch on this CPU: the kernel's own source through Triton's interpreter, on memory given by address.
+"""Runs GPU launches on this CPU: the kernels' own sources through Triton's interpreter, on memory given by address.
 
-TRITON_INTERPRET=1 must stand in the environment before triton is first imported; such a process cannot compile.
+TRITON_INTERPRET=1 must stand in the environment before triton is first imported; such a process cannot compile. What
+kernels do only on hardware (copies that run ahead, blocks side by side) is not interpreted: blocks run one by one, in
+the order of their numbers, and a kernel that waits for a later block would hang.
 """
 from __future__ import annotations
 
-import importlib
-import os
-from collections.abc import Mapping
+import inspect
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import FunctionType
 from typing import Any
 
-from .kernel import GpuLaunch, TensorMap
+from .generated import module_of
+from .kernel import GpuKernel, GpuLaunch, TensorMap
+
+_lock = threading.Lock()
+"""The interpreter keeps the number of the block that runs in one place for the whole process."""
 
 
 def run(launch: GpuLaunch, arguments: Mapping[str, int | float]) -> None:
-    """Every block of the launch, one after the other. arguments: parameter -> address, or value of a scalar.
+    """Every block of the launch. arguments: parameter -> address, or value of a scalar."""
+    prepare(launch.kernel, launch.grid, arguments).run()
 
-    Blocks run in the order of their numbers: a kernel that waits for a later block would hang.
-    """
-    assert os.environ.get("TRITON_INTERPRET") == "1", "TRITON_INTERPRET=1 must be set before triton is imported"
-    kernel = launch.kernel
-    function = getattr(importlib.import_module(kernel.module), kernel.function)
-    given: dict[str, Any] = dict(kernel.constants)
+
+@dataclass(frozen=True)
+class Prepared:
+    """A launch with everything looked up: to be run again and again while its memory stays where it is."""
+
+    symbol: str
+    grid: tuple[int, int, int]
+    function: Callable[..., None]
+    arguments: Mapping[str, Any]
+
+    def run(self) -> None:
+        """Every block. Raises whatever the kernel raises, with a note of the block that did."""
+        import numpy as np
+        from triton.runtime.interpreter import interpreter_builder
+
+        last_x, last_y, last_z = self.grid
+        with _lock, np.errstate(all="ignore"):
+            interpreter_builder.set_grid_dim(*self.grid)
+            for x in range(last_x):
+                for y in range(last_y):
+                    for z in range(last_z):
+                        interpreter_builder.set_grid_idx(x, y, z)
+                        try:
+                            self.function(**self.arguments)
+                        except Exception as error:
+                            error.add_note(f"in block ({x}, {y}, {z}) of {self.symbol}, grid {self.grid}")
+                            raise
+
+
+def prepare(kernel: GpuKernel, grid: tuple[int, int, int], arguments: Mapping[str, int | float]) -> Prepared:
+    """arguments: parameter -> address, or value of a scalar; of a descriptor the address of its first element."""
+    from triton.runtime.interpreter import _implicit_cvt
+
+    function = _function(kernel.module, kernel.source, kernel.function)
+    given: dict[str, Any] = {}
     for name, kind in kernel.parameters:
         value = arguments[name]
         if isinstance(kind, TensorMap):
             given[name] = _descriptor(kind, int(value))
         else:
-            given[name] = _pointer(kind, int(value)) if kind.startswith("*") else value
-    function[launch.grid](**given)
+            given[name] = _pointer(kind, int(value)) if kind.startswith("*") else _implicit_cvt(value)
+    constexprs = _constexprs(function)
+    for name, constant in kernel.constants:
+        given[name] = constant if name in constexprs else _implicit_cvt(constant)
+    return Prepared(kernel.symbol, grid, function, given)
+
+
+@cache
+def _function(module: str, source: str, name: str) -> Callable[..., None]:
+    """The kernel as the interpreter rewrites it."""
+    _patch()
+    from triton.runtime.interpreter import InterpretedFunction
+
+    found = getattr(module_of(module, source), name)
+    assert isinstance(found, InterpretedFunction), "TRITON_INTERPRET=1 must be set before triton is first imported"
+    function: Callable[..., None] = found.rewrite()
+    return function
+
+
+@cache
+def _constexprs(function: Callable[..., None]) -> frozenset[str]:
+    """Parameters that are plain numbers in the kernel, not tensors."""
+    from triton.runtime.interpreter import GridExecutor
+
+    return frozenset(GridExecutor(function, list(inspect.signature(function).parameters), (1, 1, 1)).constexprs)
+
+
+@cache
+def _patch() -> None:
+    """The interpreter replaces the functions of triton.language, and does so anew for each launch and for each call of
+    a function from a kernel, which takes longer than what most of them compute. Here it is done once, for good."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    seen = {"tl": tl, "core": tl.core}
+    interpreter._patch_lang(FunctionType((lambda: None).__code__, seen))
+    interpreter._patch_lang = lambda function: interpreter._LangPatchScope()
 
 
 def _pointer(kind: str, address: int) -> Any:

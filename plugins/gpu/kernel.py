@@ -40,12 +40,13 @@ Parameter = str | TensorMap
 @dataclass(frozen=True)
 class GpuKernel:
     """symbol      names it in plans and reports; derived from the operator and its constants
-    module      "ingot.plugins.linear.gpu"
+    module      "ingot.plugins.linear.gpu", or of a generated one "generated.<hash>" (generated.py)
     function    the @triton.jit function in it
     parameters  (name, type) of each parameter that is no constant, in the function's order. Every pointer is aligned
                 to 16 bytes; a descriptor's shape and stride are launch data: they are no part of the code.
     constants   (name, value) of every constexpr parameter
     num_stages  depth of the software pipeline of loops
+    source      text of a generated module, else ""
     """
 
     symbol: str
@@ -56,6 +57,7 @@ class GpuKernel:
     num_warps: int = 4
     num_stages: int = 3
     max_registers: int | None = None
+    source: str = ""
 
     def __post_init__(self) -> None:
         names = [name for name, _ in (*self.parameters, *self.constants)]
@@ -70,7 +72,7 @@ class GpuKernel:
         """What the compiler has to know; equal for kernels that differ in launch data alone."""
         return {"module": self.module, "function": self.function, "signature": self.signature,
                 "constants": dict(self.constants), "num_warps": self.num_warps, "num_stages": self.num_stages,
-                "max_registers": self.max_registers}
+                "max_registers": self.max_registers, **({"text": self.source} if self.source else {})}
 
 
 @dataclass(frozen=True)

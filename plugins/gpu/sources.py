@@ -11,11 +11,11 @@ _ROOT = "ingot.plugins."
 
 
 @cache
-def source_digest(module: str) -> str:
+def source_digest(module: str, text: str = "") -> str:
     """SHA-256 over the texts of the module and of the modules that it imports from its own package or from
-    ingot.plugins, by name. No module is run."""
-    texts: dict[str, str] = {}
-    pending = [module]
+    ingot.plugins, by name. text: of a generated module, which lies in no file. No module is run."""
+    texts = {module: text} if text else {}
+    pending = _imported(ast.parse(text), module, False) if text else [module]
     while pending:
         name = pending.pop()
         if name in texts:

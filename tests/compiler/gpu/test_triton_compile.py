@@ -140,7 +140,7 @@ def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
 
 def test_sources_that_change_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was compiled must never be filed under another source."""
-    monkeypatch.setattr(triton_compile, "source_digest", lambda module: "of an older text")
+    monkeypatch.setattr(triton_compile, "source_digest", lambda module, text: "of an older text")
     with pytest.raises(CompileError, match=r"the source of tests.compiler.gpu.kernels changed while"):
         compile_kernels([SCALED], SM90, tmp_path)
     assert not list(tmp_path.rglob("kernel.cubin"))
