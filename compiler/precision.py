@@ -1,20 +1,24 @@
 """Precisions as data: which scheme each linear layer and the KV cache get.
 
-A precision is a short list of rules, tried in order; the first that matches a layer decides. GPU precisions and the
-sensitivity search ("auto") add rules and schemes, not code.
+A precision is a short list of rules, tried in order; the first that matches a layer decides. The sensitivity search
+("auto") adds rules and schemes, not code.
 """
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from ingot.plugins.linear.gpu_schemes import GPU_SCHEMES
+from ingot.plugins.scheme import SCHEMES
 from ingot.runtime.errors import RequestError
+
+from .targets import Gpu
 
 
 @dataclass(frozen=True)
 class Rule:
     """role    "head" (makes the logits), "router" (its output decides which experts run), "experts", "linear",
             "embedding", or "*"
-    scheme  key of ingot.plugins.scheme.SCHEMES
+    scheme  key of ingot.plugins.scheme.SCHEMES, for GPUs of GPU_SCHEMES
     """
 
     role: str
@@ -26,12 +30,16 @@ class Rule:
 
 @dataclass(frozen=True)
 class Precision:
-    """name, the rules for the layers, the default element type of the KV cache, and one line for people."""
+    """name, the rules for the layers, the default element type of the KV cache, and one line for people.
+
+    floats: on GPUs, the type of the values that go from launch to launch
+    """
 
     name: str
     rules: tuple[Rule, ...]
     kv: str
     note: str
+    floats: str = "fp32"
 
     def scheme(self, role: str) -> str:
         return next(rule.scheme for rule in self.rules if rule.matches(role))
@@ -46,10 +54,43 @@ PRECISIONS = {p.name: p for p in (
     Precision("w4a8", (_ROUTER, Rule("head", "int8"), Rule("embedding", "int8"), Rule("*", "w4a8")), "bf16",
               "4-bit weights in groups of 32, 8-bit activations, integer arithmetic; head and embedding 8 bits"),
 )}
+"""Of CPU targets."""
+
+# Logits of routers are float32 whatever their weights are. Heads and embeddings stay at 16 bits: a head is a small part
+# of a step's bytes, and its errors are those of the answer.
+_WHOLE = tuple(Rule(role, "bf16") for role in ("router", "head", "embedding"))
+
+GPU_PRECISIONS = {p.name: p for p in (
+    Precision("fp32", (Rule("*", "fp32"),), "fp32", "32-bit weights and arithmetic, no Tensor Cores"),
+    Precision("bf16", (Rule("*", "bf16"),), "bf16", "16-bit weights and arithmetic", "bf16"),
+    Precision("fp16", (Rule("*", "fp16"),), "fp16", "16-bit weights and arithmetic", "fp16"),
+    Precision("fp8", (*_WHOLE, Rule("*", "fp8")), "bf16",
+              "e4m3 weights by output channel, activations by token; head, embedding and routers bf16", "bf16"),
+    Precision("int8", (*_WHOLE, Rule("*", "int8_token")), "bf16",
+              "8-bit integer weights by output channel, activations by token; head, embedding and routers bf16", "bf16"),
+    Precision("int4", (*_WHOLE, Rule("*", "int4")), "bf16",
+              "4-bit weights in groups of 128, bf16 arithmetic; head, embedding and routers bf16", "bf16"),
+    Precision("w4a8", (*_WHOLE, Rule("*", "w4a8_fp8")), "bf16",
+              "4-bit weights in groups of 128, 8-bit activations by token; head, embedding and routers bf16", "bf16"),
+    Precision("nvfp4", (*_WHOLE, Rule("*", "nvfp4")), "bf16",
+              "e2m1 weights and activations in groups of 16; head, embedding and routers bf16", "bf16"),
+)}
+"""Of GPU targets; w4a8 for those that have fp8."""
 
 
-def find_precision(name: str) -> Precision:
-    if name not in PRECISIONS:
-        raise RequestError(f"unknown precision {name!r}; known: {', '.join(PRECISIONS)}.\n"
+def find_precision(name: str, gpu: Gpu | None = None) -> Precision:
+    """That precision on CPU targets, or on a GPU."""
+    known = PRECISIONS if gpu is None else GPU_PRECISIONS
+    if name not in known:
+        raise RequestError(f"unknown precision {name!r}; known: {', '.join(known)}.\n"
                            "  Which of them a target has: ingot targets")
-    return PRECISIONS[name]
+    precision = known[name]
+    if gpu is not None and name == "w4a8" and gpu.operand_type(name) == "int8":
+        rules = tuple(Rule(rule.role, rule.scheme.replace("w4a8_fp8", "w4a8_int8")) for rule in precision.rules)
+        return replace(precision, rules=rules)
+    return precision
+
+
+def weight_bits(scheme: str) -> int:
+    """Of a weight that a scheme stores."""
+    return SCHEMES[scheme].weight_bits if scheme in SCHEMES else GPU_SCHEMES[scheme].weights.bits

@@ -39,6 +39,26 @@ def _add_layer_norm(x: np.ndarray, r: np.ndarray, w: np.ndarray | None = None, b
     return OPS["layer_norm"].reference(x + r, w, bias, eps=eps), x + r
 
 
+def _infer_norm_add(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
+    x, r, *weights = types
+    require(x.shape == r.shape and all(w.shape == x.shape[-1:] for w in weights), f"norm of {x}, added to {r}")
+    return (TensorType(x.shape),) * len(weights)
+
+
+@operator("norm_add", 3, _infer_norm_add)
+def _norm_add(x: np.ndarray, r: np.ndarray, x_weight: np.ndarray, *, eps: float) -> np.ndarray:
+    """rms_norm(x, x_weight) + r: the norm behind a block, and its residual."""
+    return np.asarray(OPS["rms_norm"].reference(x, x_weight, eps=eps) + r)
+
+
+@operator("norm_add_norm", 4, _infer_norm_add)
+def _norm_add_norm(x: np.ndarray, r: np.ndarray, x_weight: np.ndarray, w: np.ndarray, *, eps: float,
+                   ) -> tuple[np.ndarray, np.ndarray]:
+    """s = rms_norm(x, x_weight) + r -> (rms_norm(s, w), s): the norm behind a block, and the next one's."""
+    s = _norm_add(x, r, x_weight, eps=eps)
+    return OPS["rms_norm"].reference(s, w, eps=eps), s
+
+
 def _infer_gather_rows(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
     x, rows = types
     require(rows.dtype == DType.I32 and len(rows.shape) == 1, f"gather_rows of {x} by {rows}")

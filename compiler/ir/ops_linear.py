@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from ingot.plugins.linear.gpu_schemes import GPU_SCHEMES
 from ingot.plugins.linear.pack import dequantize
 from ingot.plugins.quantize.reference import dequantize_rows, quantize, row_bytes
-from ingot.plugins.scheme import SCHEMES, Scheme
+from ingot.plugins.scheme import SCHEMES
 
 from .infer import broadcast_shapes, require
-from .op import operator
+from .op import OPS, operator
 from .types import DType, TensorType
 
 
@@ -29,35 +30,64 @@ def _matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _infer_linear(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
-    x, w, *bias = types
+    x, w, *rest = types
     require(len(w.shape) == 2, f"linear with weight {w}")
     width = row_bytes(int(w.shape[1]), SCHEMES[attrs["scheme"]]) if x.dtype == DType.U8 else w.shape[1]
     require(x.shape[-1] == width, f"linear of {x} with weight {w}")
-    require(not bias or bias[0].shape == w.shape[:1], f"linear with weight {w} and bias {bias[0] if bias else None}")
-    return (TensorType((*x.shape[:-1], w.shape[0])),)
+    y = TensorType((*x.shape[:-1], _features(int(w.shape[0]), attrs)))
+    residual = rest.pop() if attrs.get("residual") else y
+    require(residual.shape == y.shape, f"linear that gives {y}, added to {residual}")
+    require(len(rest) < 2 and (not rest or rest[0].shape == w.shape[:1]), f"linear with weight {w} and bias {rest}")
+    return (y,)
 
 
-@operator("linear", (2, 3), _infer_linear)
-def _linear(x: np.ndarray, w: np.ndarray, bias: np.ndarray | None = None, scheme: str = "fp32") -> np.ndarray:
-    """x [.., K], w [N, K], bias [N] -> [.., N].
+def _features(rows: int, attrs: Mapping[str, Any]) -> int:
+    """Of the result, for a matrix of so many rows."""
+    require(not attrs.get("gated") or rows % 2 == 0, f"gated linear with {rows} rows")
+    return rows // 2 if attrs.get("gated") else rows
 
-    scheme: how the weights are stored, key of plugins.scheme.SCHEMES. With x u8 [.., row_bytes] as `quantize` makes
-    it, the activations are those quantized values.
+
+@operator("linear", (2, 4), _infer_linear)
+def _linear(x: np.ndarray, w: np.ndarray, *rest: np.ndarray, scheme: str = "fp32", gated: str = "",
+            residual: bool = False) -> np.ndarray:
+    """x [.., K], w [N, K], then bias [N] if there is one, then the residual [.., N] if so -> [.., N].
+
+    scheme  how the weights are stored, key of plugins.scheme.SCHEMES or of GPU_SCHEMES. With x u8 [.., row_bytes] as
+            `quantize` makes it, the activations are those quantized values; schemes of GPUs quantize x themselves
+    gated   the rows of w and of the bias are the gate's, then as many others: [.., N / 2] = act(gate) * other
     """
-    chosen = SCHEMES[scheme]
-    y = np.matmul(_float_rows(x, w.shape[1], chosen), _stored(w, chosen).T)
-    return y if bias is None else y + bias
+    y = np.matmul(_inputs(x, w.shape[1], scheme), _stored(w, scheme).T)
+    if len(rest) > residual:
+        y = y + rest[0]
+    y = _gate(y, gated)
+    return y + rest[-1] if residual else y
 
 
-def _float_rows(x: np.ndarray, width: int, scheme: Scheme) -> np.ndarray:
-    if x.dtype != np.uint8:
-        return x
-    return dequantize_rows(x.reshape(-1, x.shape[-1]), width, scheme).reshape(*x.shape[:-1], width)
+def _inputs(x: np.ndarray, width: int, scheme: str) -> np.ndarray:
+    """x as the matrix takes it."""
+    if x.dtype == np.uint8:
+        rows = dequantize_rows(x.reshape(-1, x.shape[-1]), width, SCHEMES[scheme])
+        return rows.reshape(*x.shape[:-1], width)
+    return x if scheme in SCHEMES else GPU_SCHEMES[scheme].inputs(x)
 
 
-def _stored(w: np.ndarray, scheme: Scheme) -> np.ndarray:
+def _stored(w: np.ndarray, scheme: str) -> np.ndarray:
     """The weights as the scheme rounds them. w [.., K]."""
-    return w if scheme.weight_bits == 32 else dequantize(w.reshape(-1, w.shape[-1]), scheme).reshape(w.shape)
+    if scheme not in SCHEMES:
+        return GPU_SCHEMES[scheme].stored(w)
+    chosen = SCHEMES[scheme]
+    return w if chosen.weight_bits == 32 else dequantize(w.reshape(-1, w.shape[-1]), chosen).reshape(w.shape)
+
+
+def _gate(y: np.ndarray, activation: str) -> np.ndarray:
+    """[.., gate | other] -> act(gate) * other; as it is without an activation."""
+    if not activation:
+        return y
+    gate, other = np.split(y, 2, axis=-1)
+    approximate = {"gelu": "none", "gelu_tanh": "tanh"}.get(activation)
+    if approximate:
+        return OPS["gelu"].reference(gate, approximate=approximate) * other
+    return OPS[activation].reference(gate) * other
 
 
 def _infer_quantize(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
@@ -79,18 +109,18 @@ def _infer_expert_linear(types: Sequence[TensorType], attrs: Mapping[str, Any]) 
     width = row_bytes(int(w.shape[2]), SCHEMES[attrs["scheme"]]) if x.dtype == DType.U8 else w.shape[2]
     require(x.shape[-1] == width, f"expert_linear of {x} with weight {w}")
     require(not bias or bias[0].shape == w.shape[:2], f"expert_linear with weight {w} and bias {bias}")
-    return (TensorType((*ids.shape, w.shape[1])),)
+    return (TensorType((*ids.shape, _features(int(w.shape[1]), attrs))),)
 
 
 @operator("expert_linear", (3, 4), _infer_expert_linear)
 def _expert_linear(x: np.ndarray, ids: np.ndarray, w: np.ndarray, bias: np.ndarray | None = None,
-                   scheme: str = "fp32") -> np.ndarray:
+                   scheme: str = "fp32", gated: str = "") -> np.ndarray:
     """The linear layer of expert ids[t, j] applied to token t (x [T, K]) or to its part j (x [T, k, K]).
 
-    w [E, N, K], bias [E, N] -> [T, k, N]. scheme and quantized x as in `linear`.
+    w [E, N, K], bias [E, N] -> [T, k, N]. scheme, quantized x and gated as in `linear`.
     """
-    x = _float_rows(x, w.shape[2], SCHEMES[scheme])
-    w = _stored(w, SCHEMES[scheme])
+    x = _inputs(x, w.shape[2], scheme)
+    w = _stored(w, scheme)
     x = np.broadcast_to(x[:, None] if x.ndim == 2 else x, (*ids.shape, x.shape[-1]))
     out = np.empty((*ids.shape, w.shape[1]), np.float32)
     for expert in np.unique(ids):
@@ -98,7 +128,7 @@ def _expert_linear(x: np.ndarray, ids: np.ndarray, w: np.ndarray, bias: np.ndarr
         out[rows] = x[rows] @ w[expert].T
         if bias is not None:
             out[rows] += bias[expert]
-    return out
+    return _gate(out, gated)
 
 
 def _infer_embedding(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
@@ -108,10 +138,11 @@ def _infer_embedding(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> t
 
 
 @operator("embedding", 2, _infer_embedding)
-def _embedding(w: np.ndarray, ids: np.ndarray, scheme: str = "fp32") -> np.ndarray:
-    """w [V, H], stored by the scheme, ids [..] -> [.., H]."""
+def _embedding(w: np.ndarray, ids: np.ndarray, scheme: str = "fp32", factor: float = 1.0) -> np.ndarray:
+    """w [V, H], stored by the scheme, ids [..] -> [.., H], times the factor."""
     rows = w[ids.reshape(-1)]
-    return _stored(rows, SCHEMES[scheme]).reshape(*ids.shape, w.shape[1]) if scheme != "fp32" else w[ids]
+    found = _stored(rows, scheme).reshape(*ids.shape, w.shape[1]) if scheme != "fp32" else w[ids]
+    return found if factor == 1 else found * np.float32(factor)
 
 
 def _infer_norm(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:

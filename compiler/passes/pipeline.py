@@ -14,6 +14,9 @@ from ..precision import Precision
 from .assign_precision import assign_precision
 from .fold_constants import fold_constants
 from .fuse_add_norm import fuse_add_norm
+from .fuse_gate import fuse_gate
+from .fuse_norm_add import fuse_norm_add
+from .fuse_residual import fuse_residual
 from .fuse_rope import fuse_rope_kv_write
 from .gather_logits import gather_logits
 from .insert_quantize import insert_quantize
@@ -25,8 +28,9 @@ from .place_kv import place_kv
 from .raise_linear import raise_linear
 from .raise_norms import raise_norms
 from .raise_rope import raise_rope
+from .scale_embedding import scale_embedding
 from .split_input_scales import split_input_scales
-from .strided import accepts_strided
+from .strided import accepts_strided, gpu_accepts_strided
 
 Pass = tuple[str, Callable[[Graph], Graph]]
 
@@ -53,6 +57,32 @@ def cpu_pipeline(precision: Precision, kv: str) -> list[Pass]:
         ("fuse_add_norm", fuse_add_norm),
         ("insert_quantize", insert_quantize),
         ("fuse_loops", partial(fuse_loops, accepts_strided=accepts_strided)),
+        ("dead_code", eliminate_dead_code),
+    ]
+
+
+def gpu_pipeline(precision: Precision, kv: str) -> list[Pass]:
+    """Likewise for GPU targets: matrices quantize their own inputs there, and take in what surrounds them."""
+    return [
+        ("fold_constants", fold_constants),
+        ("raise_linear", raise_linear),
+        ("raise_norms", raise_norms),
+        ("raise_rope", raise_rope),
+        ("bring_last", bring_last),
+        ("fold_constants", fold_constants),
+        ("merge_duplicates", merge_duplicates),
+        ("gather_logits", gather_logits),
+        ("assign_precision", partial(assign_precision, precision=precision)),
+        ("split_input_scales", split_input_scales),
+        ("merge_linears", merge_linears),
+        ("fuse_gate", fuse_gate),
+        ("scale_embedding", scale_embedding),
+        ("place_kv", partial(place_kv, kv_dtype=KV_DTYPES[kv])),
+        ("fuse_rope_kv_write", fuse_rope_kv_write),
+        ("fuse_norm_add", fuse_norm_add),
+        ("fuse_residual", fuse_residual),
+        ("fuse_add_norm", fuse_add_norm),
+        ("fuse_loops", partial(fuse_loops, accepts_strided=gpu_accepts_strided)),
         ("dead_code", eliminate_dead_code),
     ]
 

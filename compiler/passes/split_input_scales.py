@@ -1,9 +1,8 @@
 """Keep weights of a quantized checkpoint on their grid: scales of inputs become a multiplication of the inputs."""
 from __future__ import annotations
 
-from ingot.plugins.scheme import SCHEMES
-
 from ..ir.graph import Graph, Node
+from ..precision import weight_bits
 from ..weights.expr import WeightExpr, reshape
 from .match import rebuilt
 
@@ -19,7 +18,7 @@ def split_input_scales(graph: Graph) -> Graph:
     for node in graph.nodes:
         weight = graph.constants.get(node.values[1]) if node.op == "linear" else None
         if weight is not None and weight.op == "scale_columns" and "scheme" in node.attrs \
-                and SCHEMES[node.attrs["scheme"]].weight_bits == weight.attr("bits"):
+                and weight_bits(node.attrs["scheme"]) == weight.attr("bits"):
             plain, scale = weight.inputs
             x, name = node.values[0], node.values[1]
             if (x, scale) not in scaled:

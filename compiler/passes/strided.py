@@ -13,6 +13,9 @@ _BY_TOKEN = {"rope_kv_write": (0, 1, 2), "kv_write": (0, 1), "attention": (0,), 
 _BY_ROW = {"quantize": (0,), "linear": (0,)}
 """Values [T, K]: kernels that know no rows within those of tokens."""
 
+_GPU_BY_TOKEN = {"rope_kv_write": (0, 1, 2), "kv_write": (0, 1), "attention": (0,), "rope": (0,)}
+_GPU_BY_ROW = {"rms_norm": (0,), "layer_norm": (0,), "linear": (0,)}
+
 
 def accepts_strided(node: Node, operand: int, type_: TensorType) -> bool:
     if operand in _BY_ROW.get(node.op, ()):
@@ -20,3 +23,10 @@ def accepts_strided(node: Node, operand: int, type_: TensorType) -> bool:
         floats = node.op == "quantize" or not SCHEMES[node.attrs.get("scheme", "fp32")].is_integer
         return floats and sum(dim != 1 for dim in type_.shape) <= 2
     return operand in _BY_TOKEN.get(node.op, ())
+
+
+def gpu_accepts_strided(node: Node, operand: int, type_: TensorType) -> bool:
+    """Kernels of GPUs; what a matrix takes quantized is read by the launch that quantizes it."""
+    if operand in _GPU_BY_ROW.get(node.op, ()):
+        return sum(dim != 1 for dim in type_.shape) <= 2
+    return operand in _GPU_BY_TOKEN.get(node.op, ())

@@ -64,7 +64,7 @@ def with_node(index: int, **changes: object) -> Graph:
     (broken(nodes=graph().nodes[::-1]), "y is used before it is defined: out = mul"),
     (broken(nodes=(*graph().nodes, graph().nodes[1])), "y is defined twice"),
     (with_node(1, op="convolve"), "unknown operator"),
-    (with_node(1, inputs=("rows",)), "linear takes 2 to 3 operands, got 1"),
+    (with_node(1, inputs=("rows",)), "linear takes 2 to 4 operands, got 1"),
     (with_node(1, inputs=("rows", "w", "rows")), r"bias f32\[T, 4\]"),
     (with_node(0, attrs={"shape": ("T", 5)}), "elements"),
     (broken(types={**graph().types, "y": TensorType(("T", 4))}), "recorded as f32.T, 4., inferred as f32.T, 3."),
