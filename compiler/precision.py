@@ -50,8 +50,9 @@ _ROUTER = Rule("router", "fp32")  # a rounding that swaps two experts costs more
 PRECISIONS = {p.name: p for p in (
     Precision("fp32", (Rule("*", "fp32"),), "fp32", "32-bit weights and arithmetic"),
     Precision("bf16", (_ROUTER, Rule("*", "bf16")), "bf16", "16-bit weights, 32-bit arithmetic"),
-    Precision("int8", (_ROUTER, Rule("*", "int8")), "bf16", "8-bit weights and activations, integer arithmetic"),
-    Precision("w4a8", (_ROUTER, Rule("head", "int8"), Rule("embedding", "int8"), Rule("*", "w4a8")), "bf16",
+    Precision("int8", (_ROUTER, Rule("*", "int8g32")), "bf16",
+              "8-bit weights in groups of 32, 8-bit activations, integer arithmetic"),
+    Precision("w4a8", (_ROUTER, Rule("head", "int8g32"), Rule("embedding", "int8g32"), Rule("*", "w4a8")), "bf16",
               "4-bit weights in groups of 32, 8-bit activations, integer arithmetic; head and embedding 8 bits"),
 )}
 """Of CPU targets."""
@@ -67,7 +68,7 @@ GPU_PRECISIONS = {p.name: p for p in (
     Precision("fp8", (*_WHOLE, Rule("*", "fp8")), "bf16",
               "e4m3 weights by output channel, activations by token; head, embedding and routers bf16", "bf16"),
     Precision("int8", (*_WHOLE, Rule("*", "int8_token")), "bf16",
-              "8-bit integer weights by output channel, activations by token; head, embedding and routers bf16", "bf16"),
+              "int8 weights by output channel, activations by token; head, embedding and routers bf16", "bf16"),
     Precision("int4", (*_WHOLE, Rule("*", "int4")), "bf16",
               "4-bit weights in groups of 128, bf16 arithmetic; head, embedding and routers bf16", "bf16"),
     Precision("w4a8", (*_WHOLE, Rule("*", "w4a8_fp8")), "bf16",

@@ -15,7 +15,7 @@ from .step import StepInputs
 if TYPE_CHECKING:
     from .engine_file import EngineFile
 
-PLAN_VERSION = 2
+PLAN_VERSION = 3
 """Of the member plan.json."""
 
 

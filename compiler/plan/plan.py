@@ -4,7 +4,7 @@ The same classes describe CPU and GPU engines. `Plan.to_json` is the member plan
 """
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ingot.runtime.program import PLAN_VERSION
@@ -21,14 +21,22 @@ class Arg:
            "kv"     a part ("k", "v", "k_scale" or "v_scale") of KV-cache slot `name`, in the first block
            "input"  an array of the step (runtime/step.py), `offset` bytes in
            "null"   nothing
+           "workspace"  memory that the launches of a GPU share, `offset` bytes in
+    rectangle  of a pointer that a copy engine takes: (rows, columns, elements from one row to the next)
     """
 
     kind: str
     name: str = ""
     offset: int = 0
     part: str = ""
+    rectangle: tuple[int, int, int] | None = None
 
     def to_json(self, offsets: dict[str, int]) -> list[Any]:
+        if self.rectangle is not None:
+            rows, columns, stride = self.rectangle
+            return ["tensormap", replace(self, rectangle=None).to_json(offsets), [rows, columns], stride]
+        if self.kind == "workspace":
+            return ["workspace", self.offset]
         if self.kind == "value":
             return ["arena", offsets[self.name] + self.offset]
         if self.kind == "kv":
@@ -54,7 +62,7 @@ class Write:
 class Launch:
     """One kernel over the whole step. `reads`, `writes` and `scratch` name buffers, for liveness.
 
-    op: what it computes, as the graph calls it; for profiles.
+    op: what it computes, as the graph calls it; for profiles. grid: blocks in x, y and z, of GPUs.
     """
 
     kernel: str
@@ -64,6 +72,7 @@ class Launch:
     writes: dict[str, Write] = field(default_factory=dict)
     scratch: tuple[str, ...] = ()
     op: str = ""
+    grid: tuple[int, int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -109,22 +118,38 @@ class Weight:
 
 
 @dataclass(frozen=True)
+class Workspace:
+    """Memory that the launches of a GPU share. The first zeroed_bytes are zero before the first launch and after each.
+    """
+
+    bytes: int
+    zeroed_bytes: int
+
+
+@dataclass(frozen=True)
 class Plan:
+    """kernels, workspace: of GPUs. kernels: symbol -> what a device must know of it, as JSON."""
+
     kv: KvCache
     weights: dict[str, Weight]
     buckets: tuple[Bucket, ...]
     probes: dict[str, str]
+    kernels: dict[str, Any] | None = None
+    workspace: Workspace | None = None
 
     def to_json(self) -> dict[str, Any]:
+        gpu = {} if self.workspace is None else {"kernels": self.kernels, "workspace": vars(self.workspace)}
         return {"version": PLAN_VERSION,
                 "kv": {"block_size": self.kv.block_size, "block_bytes": self.kv.block_bytes,
                        "windows": list(self.kv.windows), "slots": [slot.to_json() for slot in self.kv.slots]},
                 "weights": {name: vars(weight) for name, weight in self.weights.items()},
-                "buckets": [bucket.to_json() for bucket in self.buckets], "probes": self.probes}
+                "buckets": [bucket.to_json() for bucket in self.buckets], "probes": self.probes, **gpu}
 
 
 def _launch_json(launch: Launch, offsets: dict[str, int]) -> dict[str, Any]:
     entry: dict[str, Any] = {"kernel": launch.kernel, "args": [arg.to_json(offsets) for arg in launch.args]}
+    if launch.grid is not None:
+        entry["grid"] = list(launch.grid)
     if launch.op:
         entry["op"] = launch.op
     if launch.origin:

@@ -94,7 +94,7 @@ def bucket(tokens: int) -> dict[str, Any]:
 def plan(blobs: dict[str, str]) -> dict[str, Any]:
     """blobs: weight name -> SHA-256 of its data."""
     return {
-        "version": 2,
+        "version": 3,
         "kv": {"block_size": BLOCK_SIZE, "block_bytes": BLOCK_BYTES, "windows": [None], "slots": [
             {"slot": 0, "table": 0, "heads": HEADS, "key_dim": DIM // HEADS, "value_dim": DIM // HEADS, "dtype": "f32",
              "key_offset": 0, "value_offset": VALUE_OFFSET}]},
