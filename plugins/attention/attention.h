@@ -67,12 +67,14 @@ INGOT_INLINE int64_t ingot_attention_cost(ingot_attention_item item, int group) 
     return (int64_t)(item.end - item.begin + 8) * (item.tokens * group + 4) * item.heads;
 }
 
-/* args: q [T, .., q_stride], K cache, V cache, block table, sinks [Hq] or null, scratch, out [T, .., out_stride] */
+/* args: q [T, .., q_stride], K cache, V cache, their scales or null, block table, sinks [Hq] or null, scratch,
+ * out [T, .., out_stride] */
 INGOT_INLINE void ingot_attention_run(const ingot_step *step, void *const *args, int worker, int num_workers,
                                       ingot_attention c, float *work) {
-    const float *q = args[0], *sinks = args[4];
-    const int32_t *table = args[3];
-    float *scratch = args[5], *out = args[6];
+    const float *q = args[0], *sinks = args[6];
+    const ingot_kv k_cache = {args[1], args[3]}, v_cache = {args[2], args[4]};
+    const int32_t *table = args[5];
+    float *scratch = args[7], *out = args[8];
     int group = c.q_heads / c.kv_heads;
     int64_t total = 0;
     for (int seq = 0; seq < step->num_seqs; seq++) {
@@ -102,8 +104,8 @@ INGOT_INLINE void ingot_attention_run(const ingot_step *step, void *const *args,
                 size_t row = unit + (size_t)(i % cut.ranges) * (size_t)cut.tokens + (size_t)item.first;
                 rows.partial = scratch + (row * (size_t)c.q_heads + (size_t)head) * ATTENTION_PARTIAL(c.value_dim);
             }
-            if (cut.few) ingot_attention_few(args[1], args[2], blocks, item, rows, c, work);
-            else ingot_attention_many(args[1], args[2], blocks, item, rows, c, work);
+            if (cut.few) ingot_attention_few(k_cache, v_cache, blocks, item, rows, c, work);
+            else ingot_attention_many(k_cache, v_cache, blocks, item, rows, c, work);
         }
         if (cut.ranges > 1) unit += (size_t)cut.ranges * (size_t)cut.tokens;
     }

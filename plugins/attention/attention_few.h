@@ -1,7 +1,9 @@
-/* Attention of few rows: generation. Keys are read from the cache as they lie; a score is a dot product. */
+/* Attention of few rows: generation. Keys are read from the cache as they lie; a score is a dot product, of integers
+ * where keys are of 8 bits: then a query is quantized likewise. */
 #ifndef INGOT_ATTENTION_FEW_H
 #define INGOT_ATTENTION_FEW_H
 #include "attention/attention_types.h"
+#include "linear/integer_vectors.h"
 
 /* Rows that share one load of a key or a value. */
 #define FEW_BLOCK (VF_REGISTERS == 32 ? 4 : 3)
@@ -44,9 +46,64 @@ INGOT_INLINE void ingot_few_scores_of(int rows, const float *q, int q_row, const
     }
 }
 
-/* The same for the first FEW_BLOCK rows or, if there are less, for all. */
-INGOT_INLINE void ingot_few_scores(int rows, const float *q, int q_row, const void *cache, size_t k, int dim, int type,
-                                   float *scores) {
+/* Floats of a query as products of integers take it: bytes, padded with zeros, then what the sums begin with. */
+#define FEW_BYTES(dim) ATTENTION_ALIGN(dim, 64)
+#define FEW_INTEGER_ROW(dim) (FEW_BYTES(dim) / 4 + VF_LANES)
+
+/* x[dim] to 8 bits; returns the scale. A row with an infinity or a NaN becomes zeros, with that as its scale. */
+INGOT_INLINE float ingot_few_quantize(const float *x, int dim, float *row) {
+    int8_t *q = (int8_t *)row;
+    int32_t *start = (int32_t *)(row + FEW_BYTES(dim) / 4);
+    float inverse, scale = ingot_scale_of(ingot_max_magnitude(x, dim), &inverse);
+    memset(row, 0, sizeof(float) * (size_t)FEW_INTEGER_ROW(dim));
+    if (inverse != 0.0f) (void)ingot_quantize_values(x, dim, inverse, q);
+    for (int d = 0; d < dim; d++) start[d / 4 % VF_LANES] -= VI_SHIFT_I8 * q[d];
+    return scale;
+}
+
+/* The same of quantized queries with four keys of 8 bits, from `keys` on. The bytes behind a row, which belong to the
+ * block too, are multiplied with zeros. */
+INGOT_INLINE void ingot_few_products_of(int rows, const float *q, int q_row, const float *q_scale, const int8_t *keys,
+                                        const float *k_scale, int dim, float *scores) {
+    vi sum[4][4];
+    INGOT_UNROLL
+    for (int i = 0; i < rows; i++) {
+        sum[i][0] = sum[i][1] = sum[i][2] = sum[i][3] = vi_load(q + i * q_row + FEW_BYTES(dim) / 4);
+    }
+    for (int d = 0; d < dim; d += VI_BYTES) {
+        vi query[4];
+        INGOT_UNROLL
+        for (int i = 0; i < rows; i++) query[i] = vi_load((const int8_t *)(q + i * q_row) + d);
+        INGOT_UNROLL
+        for (int j = 0; j < 4; j++) {
+            vi key = vi_prepare_i8(vi_load(keys + j * dim + d));
+            INGOT_UNROLL
+            for (int i = 0; i < rows; i++) sum[i][j] = vi_step_i8(sum[i][j], key, query[i]);
+        }
+    }
+    INGOT_UNROLL
+    for (int i = 0; i < rows; i++) { /* integers below 2^24: exact as floats, in whatever order they are added */
+        float *to = scores + i * ATTENTION_FEW_KEYS;
+        vf_hsum4(to, vi_to_float(sum[i][0]), vi_to_float(sum[i][1]), vi_to_float(sum[i][2]), vi_to_float(sum[i][3]));
+        INGOT_UNROLL
+        for (int j = 0; j < 4; j++) to[j] *= q_scale[i] * k_scale[j];
+    }
+}
+
+/* Scores of the first FEW_BLOCK rows or, if there are less, of all, with four keys from element `k` on; k_scale: of
+ * those keys, and q_scale: where they are of 8 bits. */
+INGOT_INLINE void ingot_few_scores(int rows, const float *q, int q_row, const float *q_scale, const void *cache,
+                                   size_t k, const float *k_scale, int dim, int type, float *scores) {
+    if (type == INGOT_KV_I8) {
+        const int8_t *keys = (const int8_t *)cache + k;
+        switch (rows) {
+            case 1: ingot_few_products_of(1, q, q_row, q_scale, keys, k_scale, dim, scores); break;
+            case 2: ingot_few_products_of(2, q, q_row, q_scale, keys, k_scale, dim, scores); break;
+            case 3: ingot_few_products_of(3, q, q_row, q_scale, keys, k_scale, dim, scores); break;
+            default: ingot_few_products_of(FEW_BLOCK, q, q_row, q_scale, keys, k_scale, dim, scores); break;
+        }
+        return;
+    }
     switch (rows) {
         case 1: ingot_few_scores_of(1, q, q_row, cache, k, dim, type, scores); break;
         case 2: ingot_few_scores_of(2, q, q_row, cache, k, dim, type, scores); break;
@@ -88,6 +145,13 @@ INGOT_INLINE void ingot_few_columns(int rows, int vectors, int last, const float
     for (int i = 0; i < rows; i++) {
         INGOT_UNROLL
         for (int v = 0; v < vectors; v++) vf_store(sum + i * sum_row + v * VF_LANES, total[i][v]);
+    }
+}
+
+/* Weights of `keys` values of 8 bits, one row after the other, take in the scales of those values. */
+INGOT_INLINE void ingot_few_scale(int rows, int keys, const float *v_scale, float *p) {
+    for (int i = 0; i < rows; i++, p += ATTENTION_FEW_KEYS) {
+        for (int j = 0; j < keys; j++) p[j] *= v_scale[j];
     }
 }
 
@@ -155,21 +219,28 @@ INGOT_INLINE void ingot_few_softmax(float *scores, int count, int start, int sto
     }
 }
 
-INGOT_INLINE void ingot_attention_few(const void *k_cache, const void *v_cache, const int32_t *blocks,
+INGOT_INLINE void ingot_attention_few(ingot_kv k_cache, ingot_kv v_cache, const int32_t *blocks,
                                       ingot_attention_item item, ingot_attention_rows rows, ingot_attention c,
                                       float *work) {
-    const int q_row = ATTENTION_ALIGN(c.key_dim, 16), sum_row = ATTENTION_ALIGN(c.value_dim, 16);
+    const int integers = c.kv_type == INGOT_KV_I8;
+    const int q_row = integers ? FEW_INTEGER_ROW(c.key_dim) : ATTENTION_ALIGN(c.key_dim, 16);
+    const int sum_row = ATTENTION_ALIGN(c.value_dim, 16);
     /* Rows of a key/value head are neighbours here: head h, token t, member g of the group is row (h * tokens + t) *
      * group + g. */
     int group = c.q_heads / c.kv_heads, per_head = item.tokens * group, count = item.heads * per_head;
     float *q = work, *scores = q + ATTENTION_FEW_ITEM * q_row;
     float *sum = scores + ATTENTION_FEW_ITEM * ATTENTION_FEW_KEYS;
     float m[ATTENTION_FEW_ITEM], l[ATTENTION_FEW_ITEM], scale[ATTENTION_FEW_ITEM], peak[ATTENTION_FEW_ITEM];
+    float q_scale[ATTENTION_FEW_ITEM];
     for (int r = 0; r < count; r++) {
         int token = r % per_head / group, head = r / per_head * group + r % group;
         const float *from = rows.q + (ptrdiff_t)token * c.q_stride + head * c.key_dim;
-        for (int d = 0; d < c.key_dim; d++) q[r * q_row + d] = from[d] * c.scale;
-        for (int d = c.key_dim; d < q_row; d++) q[r * q_row + d] = 0.0f;
+        if (integers) {
+            q_scale[r] = c.scale * ingot_few_quantize(from, c.key_dim, q + r * q_row);
+        } else {
+            for (int d = 0; d < c.key_dim; d++) q[r * q_row + d] = from[d] * c.scale;
+            for (int d = c.key_dim; d < q_row; d++) q[r * q_row + d] = 0.0f;
+        }
         for (int d = 0; d < sum_row; d++) sum[r * sum_row + d] = 0.0f;
         m[r] = ATTENTION_NO_PEAK;
         l[r] = 0.0f;
@@ -180,14 +251,21 @@ INGOT_INLINE void ingot_attention_few(const void *k_cache, const void *v_cache, 
         for (int key = start; key < stop;) {
             int block_end = (key / c.block_size + 1) * c.block_size, end = block_end < stop ? block_end : stop;
             for (int h = 0; h < item.heads; h++) {
-                const char *ahead = ingot_few_row(v_cache, blocks, key, item.head + h, c.value_dim, c);
+                const char *ahead = ingot_few_row(v_cache.rows, blocks, key, item.head + h, c.value_dim, c);
                 const int ahead_bytes = 4 * c.value_dim * (int)ingot_kv_bytes(c.kv_type);
                 size_t at = ingot_kv_row(blocks, key, item.head + h, c.block_stride, c.block_size, c.key_dim);
+                const float *k_scale = 0;
+                if (integers) {
+                    k_scale = ingot_kv_scale(k_cache, blocks, key, item.head + h, c.block_stride, c.block_size);
+                    __builtin_prefetch(ingot_kv_scale(v_cache, blocks, key, item.head + h, c.block_stride,
+                                                      c.block_size), 0, 3);
+                }
                 for (int j = key; j < end; j += 4, at += (size_t)(4 * c.key_dim), ahead += ahead_bytes) {
                     ingot_few_prefetch(ahead, ahead_bytes);
                     for (int r = 0; r < per_head; r += FEW_BLOCK) {
                         int row = h * per_head + r;
-                        ingot_few_scores(per_head - r, q + row * q_row, q_row, k_cache, at, c.key_dim, c.kv_type,
+                        ingot_few_scores(per_head - r, q + row * q_row, q_row, q_scale + row, k_cache.rows, at,
+                                         integers ? k_scale + (j - key) : 0, c.key_dim, c.kv_type,
                                          scores + row * ATTENTION_FEW_KEYS + j - start);
                     }
                 }
@@ -201,11 +279,18 @@ INGOT_INLINE void ingot_attention_few(const void *k_cache, const void *v_cache, 
                 /* the next tile's keys, be they this item's or those of the next range */
                 int next = key + ATTENTION_FEW_KEYS;
                 const char *ahead =
-                    next < item.context ? ingot_few_row(k_cache, blocks, next, item.head + h, c.key_dim, c) : 0;
+                    next < item.context ? ingot_few_row(k_cache.rows, blocks, next, item.head + h, c.key_dim, c) : 0;
                 size_t at = ingot_kv_row(blocks, key, item.head + h, c.block_stride, c.block_size, c.value_dim);
+                if (integers) {
+                    if (ahead) __builtin_prefetch(ingot_kv_scale(k_cache, blocks, next, item.head + h, c.block_stride,
+                                                                 c.block_size), 0, 3);
+                    ingot_few_scale(per_head, end - key, ingot_kv_scale(v_cache, blocks, key, item.head + h,
+                                                                        c.block_stride, c.block_size),
+                                    scores + h * per_head * ATTENTION_FEW_KEYS + key - start);
+                }
                 for (int r = 0; r < per_head; r += FEW_BLOCK) {
                     int row = h * per_head + r;
-                    ingot_few_values(per_head - r, scores + row * ATTENTION_FEW_KEYS + key - start, v_cache, at,
+                    ingot_few_values(per_head - r, scores + row * ATTENTION_FEW_KEYS + key - start, v_cache.rows, at,
                                      end - key, sum + row * sum_row, sum_row, scale + row, r ? 0 : ahead, c);
                 }
             }

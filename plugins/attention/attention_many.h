@@ -9,7 +9,7 @@
 
 /* Copies rows [begin, end) of the cache to float32 rows of `row` floats, row 0 being position `start`; the other rows
  * of the tile become 0, so that nothing unwritten takes part in a product. */
-INGOT_INLINE void ingot_many_load(const void *cache, const int32_t *blocks, int head, int dim, int start, int begin,
+INGOT_INLINE void ingot_many_load(ingot_kv cache, const int32_t *blocks, int head, int dim, int start, int begin,
                                   int end, int tile_end, float *tile, int row, ingot_attention c) {
     for (int key = start; key < tile_end; key++) {
         float *to = tile + (key - start) * row;
@@ -18,9 +18,15 @@ INGOT_INLINE void ingot_many_load(const void *cache, const int32_t *blocks, int 
             continue;
         }
         size_t at = ingot_kv_row(blocks, key, head, c.block_stride, c.block_size, dim);
-        int d = 0;
-        for (; d + VF_LANES <= dim; d += VF_LANES) vf_store(to + d, ingot_kv_load(cache, at + (size_t)d, c.kv_type));
-        if (d < dim) vf_store(to + d, ingot_kv_load_first(cache, at + (size_t)d, dim % VF_LANES, c.kv_type));
+        vf scale = vf_set1(1.0f);
+        if (c.kv_type == INGOT_KV_I8) {
+            scale = vf_set1(*ingot_kv_scale(cache, blocks, key, head, c.block_stride, c.block_size));
+        }
+        for (int d = 0; d < dim; d += VF_LANES) {
+            vf x = d + VF_LANES <= dim ? ingot_kv_load(cache.rows, at + (size_t)d, c.kv_type)
+                                       : ingot_kv_load_first(cache.rows, at + (size_t)d, dim % VF_LANES, c.kv_type);
+            vf_store(to + d, c.kv_type == INGOT_KV_I8 ? x * scale : x);
+        }
     }
 }
 
@@ -80,7 +86,7 @@ INGOT_INLINE void ingot_many_softmax(float *scores, int row, int keys, int padde
 }
 
 /* An item of one key/value head. */
-INGOT_INLINE void ingot_attention_many(const void *k_cache, const void *v_cache, const int32_t *blocks,
+INGOT_INLINE void ingot_attention_many(ingot_kv k_cache, ingot_kv v_cache, const int32_t *blocks,
                                        ingot_attention_item item, ingot_attention_rows rows, ingot_attention c,
                                        float *work) {
     const int max_rows = ATTENTION_ROWS(c.q_heads, c.kv_heads, c.key_dim, c.value_dim);

@@ -8,8 +8,8 @@ from ..kernel import CpuKernel
 
 _INCLUDE = "attention/attention.h"
 _MAX_RANGES = 16
-KV_TYPES = {"f32": "INGOT_KV_F32", "bf16": "INGOT_KV_BF16"}
-_KV_TYPE_BYTES = {"f32": 4, "bf16": 2}
+KV_TYPES = {"f32": "INGOT_KV_F32", "bf16": "INGOT_KV_BF16", "i8": "INGOT_KV_I8"}
+_KV_TYPE_BYTES = {"f32": 4, "bf16": 2, "i8": 1}
 
 
 def block_stride(block_bytes: int, kv_dtype: str) -> int:
@@ -23,7 +23,7 @@ class Attention:
     """The constants of one attention.
 
     q_stride, out_stride: floats from a token's row to the next; 0: rows without gaps.
-    block_bytes: of a block of the cache, with all its layers. kv_dtype: "f32" | "bf16".
+    block_bytes: of a block of the cache, with all its layers. kv_dtype: "f32" | "bf16" | "i8".
     window, chunk, softcap: 0 means none; see the reference.
     """
 
@@ -68,8 +68,8 @@ class Attention:
 
 
 def attention(problem: Attention) -> CpuKernel:
-    """First of two launches. args: q f32 [T, Hq, Dk] (rows q_stride apart), K cache, V cache, block table,
-    sinks f32 [Hq] or null, scratch (`scratch_bytes`), out f32 [T, Hq, Dv] (rows out_stride apart).
+    """First of two launches. args: q f32 [T, Hq, Dk] (rows q_stride apart), K cache, V cache, their scales or
+    null, block table, sinks f32 [Hq] or null, scratch (`scratch_bytes`), out f32 [T, Hq, Dv] (rows out_stride apart).
     """
     p = problem
     work = f"ATTENTION_WORK({p.q_heads}, {p.kv_heads}, {p.key_dim}, {p.value_dim})"

@@ -27,6 +27,9 @@ INGOT_INLINE vf vf_keep_first(vf x, int n, float other) {
 INGOT_INLINE vf vf_load_bf16(const uint16_t *p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
 }
+INGOT_INLINE vf vf_load_i8(const int8_t *p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+}
 INGOT_INLINE void vf_store_bf16(uint16_t *p, vf x) {
     __m512i u = _mm512_castps_si512(x);
     __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
@@ -91,6 +94,9 @@ INGOT_INLINE vf vf_keep_first(vf x, int n, float other) {
 INGOT_INLINE vf vf_load_bf16(const uint16_t *p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16));
 }
+INGOT_INLINE vf vf_load_i8(const int8_t *p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+}
 INGOT_INLINE void vf_store_bf16(uint16_t *p, vf x) {
     __m256i u = _mm256_castps_si256(x), high = _mm256_srli_epi32(u, 16);
     __m256i odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
@@ -154,6 +160,11 @@ INGOT_INLINE void vf_store_first(float *p, vf x, int n) {
 }
 INGOT_INLINE vf vf_keep_first(vf x, int n, float other) { return vbslq_f32(vf_first(n), x, vdupq_n_f32(other)); }
 INGOT_INLINE vf vf_load_bf16(const uint16_t *p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
+INGOT_INLINE vf vf_load_i8(const int8_t *p) {
+    uint32_t four;
+    memcpy(&four, p, 4);
+    return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u32(vdup_n_u32(four))))));
+}
 INGOT_INLINE void vf_store_bf16(uint16_t *p, vf x) {
     uint32x4_t u = vreinterpretq_u32_f32(x), high = vshrq_n_u32(u, 16);
     uint32x4_t odd = vandq_u32(high, vdupq_n_u32(1));

@@ -41,11 +41,12 @@ INGOT_INLINE vi vi_high_nibbles(vi a) { return vreinterpretq_s32_u8(vshrq_n_u8(v
 INGOT_INLINE vi vi_repeat(const uint8_t *four) { int32_t v; memcpy(&v, four, 4); return vi_set1(v); }
 
 /* One step takes 4 channels of K of every output channel: sum + dot(w, x), with x the same four activations in every
- * lane. 8-bit weights come through vi_prepare_i8, and their sums begin with vi_start_i8. Sums over up to 32 channels of
- * 4-bit weights begin with 0 and end with vi_end_u4. */
+ * lane. 8-bit weights come through vi_prepare_i8, which adds VI_SHIFT_I8, and their sums begin with vi_start_i8. Sums
+ * over up to 32 channels of 4-bit weights begin with 0 and end with vi_end_u4. */
 #if defined(__AVX512VNNI__)
 /* vpdpbusd takes one operand unsigned: 8-bit weights become w + 128, and the start takes the surplus away,
  * offset = -128 * (sum of the activations). */
+#define VI_SHIFT_I8 128
 INGOT_INLINE vi vi_prepare_i8(vi w) { return _mm512_xor_si512(w, _mm512_set1_epi8(-128)); }
 INGOT_INLINE vi vi_start_i8(const int32_t *offset) { return _mm512_set1_epi32(*offset); }
 INGOT_INLINE vi vi_step_i8(vi sum, vi w, vi x) { return _mm512_dpbusd_epi32(sum, w, x); }
@@ -53,6 +54,7 @@ INGOT_INLINE vi vi_step_u4(vi sum, vi w, vi x) { return _mm512_dpbusd_epi32(sum,
 INGOT_INLINE vi vi_end_u4(vi sum) { return sum; }
 
 #elif VF_LANES >= 8
+#define VI_SHIFT_I8 0
 /* vpmaddubsw adds two products to 16 bits, which must hold them. 8-bit weights: |w| times x with the sign of w, at most
  * 2 * 127^2. 4-bit weights: at most 2 * 15 * 127, so that eight such pairs are summed before they are widened. */
 INGOT_INLINE vi vi_prepare_i8(vi w) { return w; }
@@ -75,6 +77,7 @@ INGOT_INLINE vi vi_end_u4(vi sum) { return _mm256_madd_epi16(sum, _mm256_set1_ep
 #endif
 
 #else
+#define VI_SHIFT_I8 0
 INGOT_INLINE vi vi_prepare_i8(vi w) { return w; }
 INGOT_INLINE vi vi_start_i8(const int32_t *offset) { (void)offset; return vi_set1(0); }
 INGOT_INLINE vi vi_step_i8(vi sum, vi w, vi x) {

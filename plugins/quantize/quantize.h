@@ -34,6 +34,14 @@ INGOT_INLINE float ingot_max_magnitude(const float *x, int n) {
     return ingot_from_bits(most);
 }
 
+/* The scale of values up to this magnitude, and what they are multiplied with: 0 if all are to become 0, as they are if
+ * there is an infinity or a NaN, which is the scale then. */
+INGOT_INLINE float ingot_scale_of(float most, float *inverse) {
+    const int finite = ingot_bits(most) < 0x7f800000u, zero = most < INGOT_SMALLEST_MAXIMUM;
+    *inverse = zero || !finite ? 0.0f : 127.0f / most;
+    return zero ? 0.0f : most / 127.0f;
+}
+
 /* q = round(x * inverse) of n values; returns their sum. */
 INGOT_INLINE int32_t ingot_quantize_values(const float *x, int n, float inverse, int8_t *q) {
     int32_t sum = 0;
@@ -56,9 +64,9 @@ INGOT_INLINE void ingot_quantize_row(const float *x, int k, int weight_bits, int
     for (int start = 0; start < k32; start += span) {
         const int end = start + span < k ? start + span : k;
         const float most = ingot_max_magnitude(x + start, end - start);
-        const int finite = ingot_bits(most) < 0x7f800000u, zero = most < INGOT_SMALLEST_MAXIMUM;
-        const float scale = zero ? 0.0f : most / 127.0f;
-        const float inverse = zero || !finite ? 0.0f : 127.0f / most;
+        float inverse;
+        const float scale = ingot_scale_of(most, &inverse);
+        const int finite = ingot_bits(most) < 0x7f800000u;
         for (int b = start; b < k32 && b < start + span; b += INGOT_BLOCK) {
             const int i = whole_row ? 0 : b / INGOT_BLOCK;
             int32_t sum = 0;

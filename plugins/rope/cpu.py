@@ -65,25 +65,32 @@ class Rope:
             f"float work[{c.key_dim}];\ningot_rope_run(step, {call}, worker, num_workers, c, work);")
 
 
+def _cache(first: int) -> str:
+    """In C, what five arguments say: keys, values, scales of keys, scales of values (null without), block table."""
+    k, v, k_scales, v_scales, table = (f"args[{first + i}]" for i in range(5))
+    return f"(ingot_kv){{{k}, {k_scales}}}, (ingot_kv){{{v}, {v_scales}}}, {table}"
+
+
 def rope_kv_write(problem: Rope) -> CpuKernel:
     """args: q f32 [T, Hq, Dk], k f32 [T, Hkv, Dk], v f32 [T, Hkv, Dv] (rows of tokens apart as the strides say),
-    cos, sin f32 [T, table_width], q norm weight [Dk], k norm weight [Dk], q out, K cache, V cache, block table.
+    cos, sin f32 [T, table_width], q norm weight [Dk], k norm weight [Dk], q out, K cache, V cache, their scales, block
+    table.
 
     q out may be q where the strides agree. What the constants exclude may be null; a null weight is all ones.
     """
-    return problem._kernel("rope_kv_write", ", ".join(f"args[{i}]" for i in range(11)))
+    return problem._kernel("rope_kv_write", ", ".join([*(f"args[{i}]" for i in range(8)), _cache(8)]))
 
 
 def rope(problem: Rope) -> CpuKernel:
     """Of q alone. args: q, cos, sin, q out; q out may be q. kv_heads and norm are not looked at."""
     return replace(problem, kv_heads=0, norm=False)._kernel(
-        "rope", "args[0], 0, 0, args[1], args[2], 0, 0, args[3], 0, 0, 0")
+        "rope", "args[0], 0, 0, args[1], args[2], 0, 0, args[3], (ingot_kv){0, 0}, (ingot_kv){0, 0}, 0")
 
 
 def kv_write(problem: Rope) -> CpuKernel:
-    """Of k and v as they are. args: k, v, K cache, V cache, block table.
+    """Of k and v as they are. args: k, v, K cache, V cache, their scales, block table.
 
     Of the constants only the cache and strides count.
     """
     plain = replace(problem, q_heads=0, norm=False, rotary=0, rotary_begin=0, table_width=0)
-    return plain._kernel("kv_write", "0, args[0], args[1], 0, 0, 0, 0, 0, args[2], args[3], args[4]")
+    return plain._kernel("kv_write", f"0, args[0], args[1], 0, 0, 0, 0, 0, {_cache(2)}")

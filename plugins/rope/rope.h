@@ -43,7 +43,7 @@ INGOT_INLINE void ingot_rope_row(const float *x, const float *weight, const floa
 /* work: key_dim floats. q_out may be q. */
 INGOT_INLINE void ingot_rope_run(const ingot_step *step, const float *q, const float *k, const float *v,
                                  const float *cos, const float *sin, const float *q_weight, const float *k_weight,
-                                 float *q_out, void *k_cache, void *v_cache, const int32_t *table, int worker,
+                                 float *q_out, ingot_kv keys, ingot_kv values, const int32_t *table, int worker,
                                  int num_workers, ingot_rope c, float *work) {
     const int rows = c.q_heads + 2 * c.kv_heads; /* of a token: queries, keys, values */
     int begin, end;
@@ -64,12 +64,14 @@ INGOT_INLINE void ingot_rope_run(const ingot_step *step, const float *q, const f
         if (row < c.kv_heads) {
             ingot_rope_row(k + (ptrdiff_t)token * c.k_stride + row * c.key_dim, k_weight, cos + angle, sin + angle, work, c);
             size_t at = ingot_kv_row(blocks, position, row, c.block_stride, c.block_size, c.key_dim);
-            ingot_kv_store_row(k_cache, at, work, c.key_dim, c.kv_type);
+            float *scale = ingot_kv_scale(keys, blocks, position, row, c.block_stride, c.block_size);
+            ingot_kv_store_row(keys.rows, at, scale, work, c.key_dim, c.kv_type);
         } else {
             row -= c.kv_heads;
             size_t at = ingot_kv_row(blocks, position, row, c.block_stride, c.block_size, c.value_dim);
             const float *from = v + (ptrdiff_t)token * c.v_stride + row * c.value_dim;
-            ingot_kv_store_row(v_cache, at, from, c.value_dim, c.kv_type);
+            float *scale = ingot_kv_scale(values, blocks, position, row, c.block_stride, c.block_size);
+            ingot_kv_store_row(values.rows, at, scale, from, c.value_dim, c.kv_type);
         }
     }
 }

@@ -213,7 +213,7 @@ def test_dumps_lie_in_the_folder_and_in_the_engine(tiny_checkpoint: Path, tmp_pa
     ({"target": "cpu:x86-64-v33"}, "Did you mean cpu:x86-64-v3"),
     ({"target": "h100"}, "unknown target 'h100'"),
     ({"precision": "int4"}, "unknown precision 'int4'; known: fp32, bf16, int8, w4a8"),
-    ({"kv_precision": "fp8"}, "has no KV cache in 'fp8'; it has: fp32, bf16"),
+    ({"kv_precision": "fp8"}, "has no KV cache in 'fp8'; it has: fp32, bf16, int8"),
     ({"max_batch_size": 0}, "max_batch_size must be at least 1, got 0"),
     ({"max_seq_len": -3}, "max_seq_len must be at least 1, got -3"),
     ({"max_seq_len": 129}, "max_seq_len 129 is beyond the 128 positions of tiny-llama"),

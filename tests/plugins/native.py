@@ -113,18 +113,25 @@ def aligned(shape: Sequence[int], dtype: type = np.float32, fill: float | None =
     return array
 
 
+KV_ELEMENTS: dict[str, type] = {"f32": np.float32, "bf16": np.uint16, "i8": np.int8}
+"""kv_dtype of a kernel -> numpy type of the cache; i8 has scales beside it."""
+
+
 def kv_parts(heads: int, block_size: int, dims: tuple[int, int], dtype: type) -> tuple[list[int], int]:
-    """A layer's place in blocks that hold more: where its keys and its values begin, and the bytes of a block."""
+    """A layer's place in blocks that hold more: where its keys and its values begin, then their scales, and the bytes
+    of a block."""
     begins, at = [], 192
-    for dim in dims:
+    sizes = [heads * block_size * dim * np.dtype(dtype).itemsize for dim in dims]
+    for size in [*sizes, *([4 * heads * block_size] * 2 if dtype is np.int8 else [])]:
         begins.append(at)
-        at += -(-heads * block_size * dim * np.dtype(dtype).itemsize // 64) * 64 + 64
+        at += -(-size // 64) * 64 + 64
     return begins, at
 
 
 def kv_cache(num_blocks: int, heads: int, block_size: int, dims: tuple[int, int], dtype: type) -> list[np.ndarray]:
-    """Blocks laid out by kv_parts, as bytes [num_blocks, block_bytes], and the keys and values in them, [num_blocks,
-    heads, block_size, dim]. All is NaN, as float32 and as bfloat16, the block before the first too, to which -1 leads.
+    """Blocks laid out by kv_parts, as bytes [num_blocks, block_bytes], the keys and values in them, [num_blocks,
+    heads, block_size, dim], and their scales if there are any. All is NaN, as float32 and as bfloat16, the block before
+    the first too, to which -1 leads.
     """
     begins, block_bytes = kv_parts(heads, block_size, dims, dtype)
     bits = np.full((num_blocks + 1) * block_bytes // 2, 0x7FFF, np.uint16)
@@ -132,9 +139,19 @@ def kv_cache(num_blocks: int, heads: int, block_size: int, dims: tuple[int, int]
     sizes = [heads * block_size * dim * np.dtype(dtype).itemsize for dim in dims]
     views: list[np.ndarray] = [
         blocks[:, begin:begin + size].view(dtype).reshape(num_blocks, heads, block_size, dim)
-        for begin, size, dim in zip(begins, sizes, dims, strict=True)]
+        for begin, size, dim in zip(begins[:2], sizes, dims, strict=True)]
+    size = 4 * heads * block_size
+    views += [blocks[:, begin:begin + size].view(np.float32).reshape(num_blocks, heads, block_size)
+              for begin in begins[2:]]
     assert all(np.shares_memory(view, blocks) for view in views if view.size)
     return [blocks, *views]
+
+
+def to_i8(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """int8, and the scale of each row (last dimension): symmetric, to nearest even, in float32."""
+    largest = np.abs(values).max(axis=-1).astype(np.float32)
+    inverse = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest > 0)
+    return np.rint(values * inverse[..., None]).astype(np.int8), largest / np.float32(127)
 
 
 def placed(values: np.ndarray) -> np.ndarray:

@@ -11,21 +11,43 @@ from ingot.plugins.attention.cpu import Attention, attention, attention_combine,
 from ingot.plugins.attention.reference import attention as one_sequence
 from ingot.plugins.attention.reference import paged_attention
 
-from .native import ALL_ISAS, Library, Step, aligned, from_bf16, kv_cache, kv_parts, placed, relative_error, to_bf16
+from .native import (
+    KV_ELEMENTS,
+    MATRIX_ISAS,
+    Library,
+    Step,
+    aligned,
+    from_bf16,
+    kv_cache,
+    kv_parts,
+    placed,
+    relative_error,
+    to_bf16,
+    to_i8,
+)
 
 
 def problem(q_heads: int, kv_heads: int, key_dim: int, value_dim: int, block_size: int, scale: float,
             kv_dtype: str = "bf16", **more: Any) -> Attention:
-    _, block_bytes = kv_parts(kv_heads, block_size, (key_dim, value_dim), ELEMENTS[kv_dtype])
+    _, block_bytes = kv_parts(kv_heads, block_size, (key_dim, value_dim), KV_ELEMENTS[kv_dtype])
     return Attention(q_heads, kv_heads, key_dim, value_dim, block_size, block_bytes, scale, kv_dtype=kv_dtype, **more)
 
 
-ELEMENTS = {"f32": np.float32, "bf16": np.uint16}
+FEW_ROWS = 12
+"""ATTENTION_FEW_ROWS: up to so many rows a key/value head, queries are quantized where keys are."""
+
 PLAIN = problem(6, 2, 64, 64, 16, 0.125)
 PLAIN_F32 = problem(6, 2, 64, 64, 16, 0.125, "f32")
+PLAIN_I8 = problem(6, 2, 64, 64, 16, 0.125, "i8")
 PROBLEMS = {
     "plain": PLAIN,
     "f32": PLAIN_F32,
+    "i8": PLAIN_I8,
+    "window_i8": replace(PLAIN_I8, window=100),
+    "odd_dims_i8": problem(14, 2, 21, 75, 4, 0.3, "i8"),
+    "wide_i8": problem(4, 1, 256, 200, 16, 0.0625, "i8", window=20, softcap=30.0),
+    "small_i8": problem(3, 3, 8, 8, 16, 0.4, "i8", q_stride=64, out_stride=40),
+    "widest_group_i8": problem(130, 1, 32, 32, 16, 0.2, "i8"),
     "window": replace(PLAIN, window=100),
     "small_window": problem(4, 1, 256, 256, 16, 0.0625, window=20, softcap=30.0, kv_dtype="f32"),
     "chunk": replace(PLAIN, chunk=96),
@@ -55,13 +77,16 @@ class Case:
     q: np.ndarray
     k: np.ndarray
     v: np.ndarray
+    scales: list[np.ndarray]
     sinks: np.ndarray | None
     step: Step
 
     @property
-    def caches(self) -> tuple[np.ndarray, np.ndarray]:
+    def caches(self) -> list[np.ndarray]:
         """As float32."""
-        return tuple(from_bf16(c) if c.dtype == np.uint16 else c for c in (self.k, self.v))  # type: ignore[return-value]
+        if self.scales:
+            return [c * scale[..., None] for c, scale in zip((self.k, self.v), self.scales, strict=True)]
+        return [from_bf16(c) if c.dtype == np.uint16 else c for c in (self.k, self.v)]
 
 
 def make(p: Attention, sequences: list[tuple[int, int]], seed: int = 0, sinks: bool = False) -> Case:
@@ -72,17 +97,21 @@ def make(p: Attention, sequences: list[tuple[int, int]], seed: int = 0, sinks: b
     step = Step(sequences, p.block_size, seed)
     stride = p.q_stride or p.q_heads * p.key_dim
     q = placed(rng.normal(size=(step.num_tokens, stride)).astype(np.float32) * 2)
-    _, k, v = kv_cache(step.num_blocks, p.kv_heads, p.block_size, (p.key_dim, p.value_dim), ELEMENTS[p.kv_dtype])
+    dtype = KV_ELEMENTS[p.kv_dtype]
+    _, k, v, *scales = kv_cache(step.num_blocks, p.kv_heads, p.block_size, (p.key_dim, p.value_dim), dtype)
     for (length, new), blocks in zip(sequences, step.block_table, strict=True):
         first = length - new
         low = max(0, first - p.window + 1 if p.window else 0, first // p.chunk * p.chunk if p.chunk else 0)
         for position in range(low // p.block_size * p.block_size, length):
-            for cache in (k, v):
-                slot = cache[blocks[position // p.block_size], :, position % p.block_size]
-                values = rng.normal(size=slot.shape).astype(np.float32)
-                slot[...] = values if p.kv_dtype == "f32" else to_bf16(values)
+            at = blocks[position // p.block_size], slice(None), position % p.block_size
+            for number, cache in enumerate((k, v)):
+                values = rng.normal(size=cache[at].shape).astype(np.float32)
+                if scales:
+                    cache[at], scales[number][at] = to_i8(values)
+                else:
+                    cache[at] = values if p.kv_dtype == "f32" else to_bf16(values)
         blocks[:low // p.block_size] = -1
-    return Case(q, k, v, placed(rng.normal(size=p.q_heads).astype(np.float32) * 3) if sinks else None, step)
+    return Case(q, k, v, scales, placed(rng.normal(size=p.q_heads).astype(np.float32) * 3) if sinks else None, step)
 
 
 def run(library: Library, p: Attention, case: Case, workers: int = 1, apart: bool = False) -> np.ndarray:
@@ -91,8 +120,8 @@ def run(library: Library, p: Attention, case: Case, workers: int = 1, apart: boo
     out = aligned((tokens, p.out_stride or p.q_heads * p.value_dim))
     whole = aligned(out.shape) if apart else out
     scratch = aligned((scratch_bytes(p, tokens, len(case.step.context_len)) // 4 + 16,))
-    library.run(attention(p), case.step, case.q, case.k, case.v, case.step.block_table, case.sinks,
-                scratch[:-16], whole, workers=workers)
+    library.run(attention(p), case.step, case.q, case.k, case.v, *(case.scales or [None] * 2), case.step.block_table,
+                case.sinks, scratch[:-16], whole, workers=workers)
     library.run(attention_combine(p), case.step, scratch[:-16], case.sinks, whole if apart else None, out,
                 workers=workers)
     assert np.isnan(scratch[-16:]).all(), "wrote past the scratch"
@@ -103,12 +132,16 @@ def run(library: Library, p: Attention, case: Case, workers: int = 1, apart: boo
 
 def expected(p: Attention, case: Case) -> np.ndarray:
     q = case.q[:, :p.q_heads * p.key_dim].reshape(-1, p.q_heads, p.key_dim)
+    if case.scales:
+        rows = np.diff(case.step.query_start)[case.step.token_seq] * (p.q_heads // p.kv_heads)
+        integers, scale = to_i8(q)
+        q = np.where((rows <= FEW_ROWS)[:, None, None], integers * scale[..., None], q)
     k, v = case.caches
     return paged_attention(q, k, v, case.step.query_start, case.step.context_len, case.step.block_table, case.sinks,
                            scale=p.scale, window=p.window, chunk=p.chunk, softcap=p.softcap)
 
 
-@pytest.fixture(scope="module", params=ALL_ISAS)
+@pytest.fixture(scope="module", params=MATRIX_ISAS)
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Library:
     kernels = [kernel(p) for p in PROBLEMS.values() for kernel in (attention, attention_combine)]
     return Library(kernels, request.param, tmp_path_factory.mktemp("attention"))
@@ -125,7 +158,7 @@ def test_equals_reference(library: Library, name: str) -> None:
             assert np.array_equal(run(library, PROBLEMS[name], case, workers, apart=workers == 3), one), (kind, workers)
 
 
-@pytest.mark.parametrize("name", ["plain", "small_window", "odd_dims"])
+@pytest.mark.parametrize("name", ["plain", "small_window", "odd_dims", "odd_dims_i8"])
 def test_other_sequences_change_nothing(library: Library, name: str) -> None:
     """Bit for bit: a sequence alone in a step, and among others."""
     p, sequences = PROBLEMS[name], STEPS["mixture"] + STEPS["few_tokens"]
@@ -150,6 +183,21 @@ def test_tokens_of_a_context_change_nothing(library: Library) -> None:
                               whole[begin:end])
 
 
+def test_integer_products_cost_little(library: Library) -> None:
+    """Beside the exact attention over keys and values that were never rounded to 8 bits."""
+    rng, error = np.random.default_rng(1), []
+    for sequences in ([(300, 300)], [(300, 1)], [(300, 3)]):
+        case = make(PLAIN_I8, sequences)
+        k, v = (rng.normal(size=(300, 2, 64)).astype(np.float32) for _ in range(2))
+        at = case.step.block_table[0, np.arange(300) // 16], slice(None), np.arange(300) % 16
+        for cache, scales, values in zip((case.k, case.v), case.scales, (k, v), strict=True):
+            cache[at], scales[at] = to_i8(values)
+        got = run(library, PLAIN_I8, case)
+        want = one_sequence(case.q.reshape(-1, 6, 64), k, v, scale=0.125)
+        error.append(np.linalg.norm(got - want) / np.linalg.norm(want))
+    assert min(error) > 1e-3 and max(error) < 1.5e-2, error
+
+
 def test_large_scores(library: Library) -> None:
     """Scores of some hundreds, at which exp alone would overflow."""
     for sequences in ([(300, 300)], [(300, 1)]):
@@ -159,10 +207,11 @@ def test_large_scores(library: Library) -> None:
 
 
 def test_nan_stays_with_its_sequence(library: Library) -> None:
-    case = make(PLAIN, [(300, 1), (300, 1), (100, 100)])
-    case.q[0, 0] = np.nan
-    out = run(library, PLAIN, case)
-    assert np.isnan(out[0, 0]).all() and np.isfinite(out[1:]).all() and np.isfinite(out[0, 1:]).all()
+    for p in (PLAIN, PLAIN_I8):
+        case = make(p, [(300, 1), (300, 1), (100, 100)])
+        case.q[0, 0] = np.nan
+        out = run(library, p, case)
+        assert np.isnan(out[0, 0]).all() and np.isfinite(out[1:]).all() and np.isfinite(out[0, 1:]).all()
 
 
 def test_scratch_does_not_grow_with_tokens() -> None:

@@ -11,14 +11,24 @@ from ingot.plugins.rope.cpu import Rope, kv_write, rope, rope_kv_write
 from ingot.plugins.rope.reference import rope as reference_rope
 from ingot.plugins.rope.reference import rope_kv_write as reference
 
-from .native import ALL_ISAS, Library, Step, aligned, kv_cache, kv_parts, placed, relative_error, to_bf16
-
-ELEMENTS = {"f32": np.float32, "bf16": np.uint16}
+from .native import (
+    ALL_ISAS,
+    KV_ELEMENTS,
+    Library,
+    Step,
+    aligned,
+    kv_cache,
+    kv_parts,
+    placed,
+    relative_error,
+    to_bf16,
+    to_i8,
+)
 
 
 def problem(q_heads: int, kv_heads: int, key_dim: int, value_dim: int, block_size: int, kv_dtype: str = "bf16",
             **more: Any) -> Rope:
-    _, block_bytes = kv_parts(kv_heads, block_size, (key_dim, value_dim), ELEMENTS[kv_dtype])
+    _, block_bytes = kv_parts(kv_heads, block_size, (key_dim, value_dim), KV_ELEMENTS[kv_dtype])
     return Rope(q_heads, kv_heads, key_dim, value_dim, block_size, block_bytes, kv_dtype, **more)
 
 
@@ -26,6 +36,8 @@ PLAIN = problem(9, 3, 64, 64, 16, rotary=64)
 PROBLEMS = {
     "plain": PLAIN,
     "f32": problem(9, 3, 64, 64, 16, "f32", rotary=64),
+    "i8": problem(9, 3, 64, 64, 16, "i8", rotary=64),
+    "odd_i8": problem(4, 2, 21, 75, 16, "i8", rotary=10, norm=True, eps=1e-5),
     "norm": replace(PLAIN, norm=True, eps=1e-6),
     "pair_table": replace(PLAIN, table_width=32, table_stride=40),
     "interleaved": replace(PLAIN, interleaved=True),
@@ -83,23 +95,30 @@ def test_equals_reference(library: Library, name: str, workers: int) -> None:
     want_q, want_k = reference(q_rows, k_rows, cos[:, table], sin[:, table], *weights, rotary=p.rotary, norm=p.norm,
                                rotary_begin=p.rotary_begin, interleaved=p.interleaved, eps=p.eps)
     want_v = heads(v, p.kv_heads, p.value_dim).copy()
-    blocks, k_cache, v_cache = kv_cache(STEP.num_blocks, p.kv_heads, p.block_size, (p.key_dim, p.value_dim),
-                                        ELEMENTS[p.kv_dtype])
-    before = blocks.copy()
-    library.run(rope_kv_write(p), STEP, q, k, v, cos, sin, *weights, q, k_cache, v_cache, STEP.block_table,
-                workers=workers)
+    blocks, k_cache, v_cache, *scales = kv_cache(STEP.num_blocks, p.kv_heads, p.block_size, (p.key_dim, p.value_dim),
+                                                 KV_ELEMENTS[p.kv_dtype])
+    before, written = blocks.copy(), [part[cells(p.block_size)] for part in (k_cache, v_cache, *scales)]
+    library.run(rope_kv_write(p), STEP, q, k, v, cos, sin, *weights, q, k_cache, v_cache, *(scales or [None] * 2),
+                STEP.block_table, workers=workers)
     assert relative_error(q_rows, want_q) < 1e-6
     if not p.kv_heads:
         return
     if p.kv_dtype == "f32":
         assert relative_error(cached(k_cache, p.block_size), want_k) < 1e-6
         assert np.array_equal(cached(v_cache, p.block_size), want_v)
+    elif p.kv_dtype == "i8":
+        want, want_scale = to_i8(want_k.astype(np.float32))
+        assert np.allclose(cached(scales[0], p.block_size), want_scale, rtol=1e-5)
+        difference = cached(k_cache, p.block_size).astype(np.int32) - want
+        assert np.abs(difference).max() <= 1 and np.count_nonzero(difference) < want.size / 500
+        for got, expected in zip((v_cache, scales[1]), to_i8(want_v), strict=True):
+            assert np.array_equal(cached(got, p.block_size), expected)
     else:
         bits = cached(k_cache, p.block_size).astype(np.int32) - to_bf16(want_k.astype(np.float32))
         assert np.abs(bits).max() <= 1 and np.count_nonzero(bits) < bits.size / 500  # rounded the other way
         assert np.array_equal(cached(v_cache, p.block_size), to_bf16(want_v))
-    for cache in (k_cache, v_cache):
-        cache.view(np.uint16)[cells(p.block_size)] = 0x7FFF
+    for part, old in zip((k_cache, v_cache, *scales), written, strict=True):
+        part[cells(p.block_size)] = old
     assert np.array_equal(blocks, before), "wrote elsewhere in the blocks"
 
 
@@ -110,6 +129,21 @@ def test_parts_equal_the_whole(library: Library) -> None:
     library.run(rope(PLAIN), STEP, q, cos, sin, out, workers=2)
     assert relative_error(out.reshape(-1, 9, 64), reference_rope(q.reshape(-1, 9, 64), cos, sin, rotary=64)) < 1e-6
     _, k_cache, v_cache = kv_cache(STEP.num_blocks, 3, 16, (64, 64), np.uint16)
-    library.run(kv_write(PLAIN), STEP, k, v, k_cache, v_cache, STEP.block_table, workers=2)
+    library.run(kv_write(PLAIN), STEP, k, v, k_cache, v_cache, None, None, STEP.block_table, workers=2)
     assert np.array_equal(cached(k_cache, 16).reshape(k.shape), to_bf16(k))
     assert np.array_equal(cached(v_cache, 16).reshape(v.shape), to_bf16(v))
+
+
+def test_rows_of_8_bits_that_are_not_finite_or_zero(library: Library) -> None:
+    """Rows with an infinity or a NaN become NaN, and a row of zeros has the scale 0."""
+    p = PROBLEMS["i8"]
+    k, v = normal(STEP.num_tokens, 192, seed=1), normal(STEP.num_tokens, 192, seed=2)
+    k[0, 5], k[1, 64], v[2, :64], v[3, 130] = np.inf, np.nan, 0, -np.inf
+    _, k_cache, v_cache, *scales = kv_cache(STEP.num_blocks, 3, 16, (64, 64), np.int8)
+    library.run(kv_write(p), STEP, k, v, k_cache, v_cache, *scales, STEP.block_table)
+    with np.errstate(invalid="ignore"):
+        got_k, got_v = (cached(part, 16) * cached(scale, 16)[..., None]
+                        for part, scale in zip((k_cache, v_cache), scales, strict=True))
+    assert np.isnan(got_k[0, 0]).all() and np.isnan(got_k[1, 1]).all() and np.isnan(got_v[3, 2]).all()
+    assert np.isfinite(got_k[2:]).all() and np.isfinite(got_k[0, 1:]).all()
+    assert not got_v[2, 0].any() and cached(scales[1], 16)[2, 0] == 0

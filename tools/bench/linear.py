@@ -22,6 +22,7 @@ from ingot.runtime.devices.native_code import Step
 from tools.bench.machine import Machine, aligned
 
 _COLD_BYTES = 256 << 20
+_ARITHMETIC = {32: "float", 16: "float", 8: "int8", 4: "w4a8"}
 
 
 def seconds_of(machine: Machine, problem: Problem, tokens: int) -> float:
@@ -32,8 +33,8 @@ def seconds_of(machine: Machine, problem: Problem, tokens: int) -> float:
     weights = aligned(size * count)
     weights[:] = np.resize(np.random.default_rng(0).integers(0, 60, 4099, dtype=np.uint8), weights.size)
     x, y = aligned(row_bytes(k, scheme) * tokens if scheme.is_integer else 4 * k * tokens), aligned(4 * n * tokens)
-    launches = [(x, weights[size * i:], y) for i in range(count)]
-    return machine.seconds(emit(problem), launches, Step(num_tokens=tokens)) / count
+    launches = [(emit(problem), (x, weights[size * i:], y)) for i in range(count)]
+    return machine.seconds(launches, Step(num_tokens=tokens)) / count
 
 
 def main() -> None:
@@ -56,7 +57,7 @@ def main() -> None:
         for problem, tokens in problems:
             scheme, size = problem.scheme, packed_size(problem.n, problem.k, problem.scheme)
             # Measured beside each case, as other work on the machine comes and goes.
-            read, peak = machine.read_bytes(), machine.multiply_adds(scheme.name if scheme.is_integer else "float")
+            read, peak = machine.read_bytes(), machine.multiply_adds(_ARITHMETIC[scheme.weight_bits])
             seconds = seconds_of(machine, problem, tokens)
             done, rate = problem.n * problem.k * tokens, size / seconds
             print(f"{scheme.tag:9} {problem.n:6}x{problem.k:<6} T={tokens:<4} {seconds * 1e6:9.1f} us "

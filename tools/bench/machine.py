@@ -32,15 +32,17 @@ class Machine:
         self._library.ingot_pool_create.restype = ctypes.c_void_p
         self._pool = ctypes.c_void_p(self._library.ingot_pool_create(workers))
 
-    def seconds(self, kernel: CpuKernel, arguments: Sequence[Sequence[np.ndarray]], step: Step) -> float:
-        """One run through launches of one kernel with these arguments, one after the other."""
-        address = ctypes.cast(getattr(self._library, kernel.symbol), ctypes.c_void_p)
-        pointers = [(ctypes.c_void_p * len(each))(*(a.ctypes.data for a in each)) for each in arguments]
-        launches = (Launch * len(pointers))(*(Launch(address, ctypes.addressof(p)) for p in pointers))
+    def seconds(self, launches: Sequence[tuple[CpuKernel, Sequence[np.ndarray | None]]], step: Step) -> float:
+        """One run through launches with these arguments, one after the other."""
+        pointers = [(ctypes.c_void_p * len(args))(*(None if a is None else a.ctypes.data for a in args))
+                    for _, args in launches]
+        table = (Launch * len(launches))(*(
+            Launch(ctypes.cast(getattr(self._library, kernel.symbol), ctypes.c_void_p), ctypes.addressof(p))
+            for (kernel, _), p in zip(launches, pointers, strict=True)))
         times = []
         for _ in range(_REPEATS):
             start = time.perf_counter()
-            self._library.ingot_run(self._pool, ctypes.byref(step), launches, 0, len(launches))
+            self._library.ingot_run(self._pool, ctypes.byref(step), table, 0, len(table))
             times.append(time.perf_counter() - start)
         return min(times)
 
@@ -48,12 +50,12 @@ class Machine:
         """A second, by all workers together."""
         memory = np.ones(_READ_BYTES // 4, np.float32)
         step = Step(num_tokens=memory.nbytes // READ_PIECE_BYTES)
-        return memory.nbytes / self.seconds(CEILINGS["read"], [(memory, self._out())], step)
+        return memory.nbytes / self.seconds([(CEILINGS["read"], (memory, self._out()))], step)
 
     def multiply_adds(self, kind: str) -> float:
         """A second, by all workers together, on registers; kind: "float", "int8" or "w4a8"."""
         zeros, products = np.zeros(64, np.uint8), np.zeros(1, np.int32)
-        seconds = self.seconds(CEILINGS[kind], [(zeros, self._out(), products)], Step(num_tokens=_PEAK_STEPS))
+        seconds = self.seconds([(CEILINGS[kind], (zeros, self._out(), products))], Step(num_tokens=_PEAK_STEPS))
         return CHAINS * _PEAK_STEPS * int(products[0]) * self._workers / seconds
 
     def _out(self) -> np.ndarray:

@@ -74,7 +74,9 @@ class Lowered:
             tables[table, 0, :num_blocks] = step.block_table[0, :num_blocks] * num_tables + table
         step.block_table = tables[0]  # its row length
         parts = {(str(slot.slot), part): blocks[offset:] for slot in self.kv.slots
-                 for part, offset in (("k", slot.key_offset), ("v", slot.value_offset))}
+                 for part, offset in (("k", slot.key_offset), ("v", slot.value_offset),
+                                      ("k_scale", slot.key_scale_offset), ("v_scale", slot.value_scale_offset))
+                 if offset is not None}
         given = {name: placed(array) for name, array in {**inputs, "block_tables": tables}.items()}
         bytes_ = arena.view(np.uint8).reshape(-1)
 

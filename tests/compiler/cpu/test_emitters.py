@@ -132,6 +132,16 @@ def attention_with_everything(b: Builder) -> list[str]:
             b.op("attention", q, *first, slot=0, scale=0.2, chunk=4)]
 
 
+def attention_of_8_bits(b: Builder) -> list[str]:
+    """Two layers whose keys, values and scales lie beside each other. Queries of few tokens are rounded too."""
+    cos, sin = tables(b, 8)
+    q, k, v = b.add("rope_kv_write", [heads(b, "q", 4), heads(b, "k", 2), heads(b, "v", 2), cos, sin], slot=0,
+                    dtype=DType.I8)
+    cached = b.add("kv_write", [heads(b, "key", 3), heads(b, "value", 3, 6)], slot=1, dtype=DType.I8)
+    return [b.op("attention", q, k, v, slot=0, scale=0.4),
+            b.op("attention", heads(b, "query", 3), *cached, slot=1, scale=0.3, window=5)]
+
+
 def views_of_constants(b: Builder) -> list[str]:
     table = b.weight("table", 4, 8)
     scaled = b.op("softmax", b.op("mul", row(b, 8), 2.0), dim=1)
@@ -142,6 +152,7 @@ CASES = [(Lowered(build.__name__, build), tolerance) for build, tolerance in (
     (selections, 2e-6), (in_place, 2e-6), (scatters, 2e-6), (products, 2e-6), (linears, 5e-6),
     (quantized_linears, 1e-5), (logits, 1e-5), (experts, 1e-5), (embeddings, 1e-6), (norms, 5e-6), (sums, 5e-6),
     (ropes, 5e-6), (attention_of_one_projection, 5e-6), (attention_with_everything, 5e-6),
+    (attention_of_8_bits, 5e-3),
     (views_of_constants, 2e-6))]
 
 

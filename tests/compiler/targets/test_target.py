@@ -18,7 +18,7 @@ def test_every_instruction_set_is_a_target() -> None:
     for name, target in targets.items():
         assert target.gpu is None and f"cpu:{target.isa}" == name and target.note
         assert set(target.precisions) <= set(PRECISIONS) and all(target.precisions.values())
-        assert set(target.kv_precisions) <= {"fp32", "bf16"}
+        assert set(target.kv_precisions) <= {"fp32", "bf16", "int8"}
 
 
 def test_each_target_is_found_by_its_name() -> None:
@@ -72,4 +72,4 @@ def test_a_precision_that_a_target_lacks() -> None:
 def test_targets_are_json() -> None:
     data = json.loads(json.dumps(find_target("cpu:aarch64-dotprod").to_json()))
     assert data["isa"] == "aarch64-dotprod" and data["precisions"]["w4a8"] == "sdot"
-    assert data["kv_precisions"] == ["fp32", "bf16"]
+    assert data["kv_precisions"] == ["fp32", "bf16", "int8"]
