@@ -12,20 +12,24 @@ PANEL = 16
 
 @dataclass(frozen=True)
 class Scheme:
-    """weight_bits   32: float32, 16: bfloat16, 8: symmetric with one scale an output channel,
-                  4: asymmetric with a scale and a minimum (float16) for every BLOCK channels of K
+    """weight_bits   32: float32, 16: bfloat16, 8: symmetric, 4: asymmetric with a scale and a minimum (float16) for
+                  every BLOCK channels of K
     act_bits      32: float32, 8: symmetric, quantized in every step
     act_group     channels of K that share an activation scale, a multiple of BLOCK; 0: all of a token's
+    weight_group  of 8 bits: channels of K that share a scale. 0: all of an output channel's, float32; BLOCK: float16
     """
 
     name: str
     weight_bits: int
     act_bits: int = 32
     act_group: int = 0
+    weight_group: int = 0
 
     def __post_init__(self) -> None:
         assert (self.weight_bits, self.act_bits) in ((32, 32), (16, 32), (8, 8), (4, 8)), self
         assert self.act_group % BLOCK == 0 and (self.act_bits == 8 or not self.act_group), self
+        assert self.weight_group in (0, BLOCK) and (self.weight_bits == 8 or not self.weight_group), self
+        assert self.act_group or not self.weight_group, self
 
     @property
     def is_integer(self) -> bool:
@@ -43,5 +47,6 @@ SCHEMES = {scheme.name: scheme for scheme in (
     Scheme("fp32", 32),
     Scheme("bf16", 16),
     Scheme("int8", 8, act_bits=8, act_group=BLOCK),
+    Scheme("int8g32", 8, act_bits=8, act_group=BLOCK, weight_group=BLOCK),
     Scheme("w4a8", 4, act_bits=8, act_group=BLOCK),
 )}

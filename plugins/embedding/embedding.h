@@ -25,6 +25,15 @@ INGOT_INLINE void ingot_read_int8(const uint8_t *panel, int lane, int k, float *
     for (int i = 0; i < k; i++) y[i] = scale * (float)w[64 * (i / 4) + i % 4];
 }
 
+INGOT_INLINE void ingot_read_int8g32(const uint8_t *panel, int lane, int k, float *y) {
+    for (int begin = 0; begin < k; begin += 64, panel += 1088) {
+        const uint16_t *scales = (const uint16_t *)panel + lane;
+        const int8_t *w = (const int8_t *)panel + 64 + 4 * lane;
+        for (int i = 0; i < 64 && begin + i < k; i++)
+            y[begin + i] = ingot_from_f16(scales[i / 32 * 16]) * (float)w[64 * (i / 4) + i % 4];
+    }
+}
+
 INGOT_INLINE void ingot_read_w4a8(const uint8_t *panel, int lane, int k, float *y) {
     for (int begin = 0; begin < k; begin += 32, panel += 320) {
         float block[32];

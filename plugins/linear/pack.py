@@ -12,7 +12,7 @@ import numpy as np
 
 from ..scheme import BLOCK, PANEL, Scheme
 from .compensate import Feedback, quantize_w4_compensated
-from .quantize_weights import quantize_w4, quantize_w8
+from .quantize_weights import quantize_w4, quantize_w8, quantize_w8_groups
 
 _CHUNK_ELEMENTS = 1 << 20
 """Weights that are worked on at a time: few enough for the cache, and for memory whatever the matrix."""
@@ -26,6 +26,8 @@ def packed_size(n: int, k: int, scheme: Scheme) -> int:
 def panel_bytes(k: int, scheme: Scheme) -> int:
     """Bytes of 16 output channels."""
     blocks = -(-k // BLOCK)
+    if scheme.weight_group:
+        return 512 * blocks + -(-32 * blocks // 64) * 64
     return {32: 64 * k, 16: 64 * -(-k // 2), 8: 512 * blocks + 64, 4: 320 * blocks}[scheme.weight_bits]
 
 
@@ -85,6 +87,8 @@ def _pack_rows(w: np.ndarray, scheme: Scheme, inputs: Feedback | None) -> np.nda
     if scheme.weight_bits == 16:
         bits = _pad_k(w if w.dtype == np.uint16 else bf16_bits(w), 2)
         return _bytes(bits.reshape(panels, PANEL, -1, 2).transpose(0, 2, 1, 3))
+    if scheme.weight_group:
+        return _pack_w8_groups(_pad_k(to_float32(w), BLOCK))
     if scheme.weight_bits == 8:
         q, scale = quantize_w8(to_float32(w))
         return np.concatenate([_bytes(_pad_k(q, BLOCK).reshape(panels, PANEL, -1, 4).transpose(0, 2, 1, 3)),
@@ -107,6 +111,8 @@ def _unpack_rows(data: np.ndarray, k: int, scheme: Scheme) -> np.ndarray:
     if scheme.weight_bits == 16:
         bits = data.view(np.uint16).reshape(panels, -1, PANEL, 2).transpose(0, 2, 1, 3)
         return to_float32(bits.reshape(panels * PANEL, -1))
+    if scheme.weight_group:
+        return _unpack_w8_groups(data, -(-k // BLOCK))
     if scheme.weight_bits == 8:
         q = data[:, :-4 * PANEL].view(np.int8).reshape(panels, -1, PANEL, 4).transpose(0, 2, 1, 3)
         scale = np.ascontiguousarray(data[:, -4 * PANEL:]).view(np.float32).reshape(-1, 1)
@@ -118,6 +124,29 @@ def _unpack_rows(data: np.ndarray, k: int, scheme: Scheme) -> np.ndarray:
     step, minimum = (np.ascontiguousarray(blocks[:, :, a:a + 32]).view(np.float16).astype(np.float32)
                      .transpose(0, 2, 1)[..., None] for a in (256, 288))
     return (nibbles.reshape(panels, PANEL, -1, BLOCK) * step + minimum).reshape(panels * PANEL, -1)
+
+
+def _pack_w8_groups(w: np.ndarray) -> np.ndarray:
+    """Whole panels and blocks -> uint8 [panels, bytes]: the scales of two blocks, then these."""
+    q, scale = quantize_w8_groups(w)
+    panels, blocks = w.shape[0] // PANEL, w.shape[1] // BLOCK
+    weights = _bytes(q.reshape(panels, PANEL, -1, 4).transpose(0, 2, 1, 3)).reshape(panels, blocks, -1)
+    scales = np.zeros((panels, blocks + blocks % 2, PANEL), np.float16)
+    scales[:, :blocks] = scale.reshape(panels, PANEL, blocks).transpose(0, 2, 1)
+    pairs = scales.reshape(panels, -1, 2 * PANEL).view(np.uint8)
+    return np.concatenate([part for pair in range(pairs.shape[1]) for part in (
+        pairs[:, pair], weights[:, 2 * pair:2 * pair + 2].reshape(panels, -1))], axis=1)
+
+
+def _unpack_w8_groups(data: np.ndarray, blocks: int) -> np.ndarray:
+    """uint8 [panels, bytes] -> float32 rows of so many blocks."""
+    panels = len(data)
+    padded = np.zeros((panels, -(-blocks // 2), 64 + 1024), np.uint8)
+    padded.reshape(panels, -1)[:, :data.shape[1]] = data
+    scales = np.ascontiguousarray(padded[:, :, :64]).view(np.float16).astype(np.float32).reshape(panels, -1, PANEL)
+    q = np.ascontiguousarray(padded[:, :, 64:]).view(np.int8).reshape(panels, -1, PANEL, 4).transpose(0, 2, 1, 3)
+    values = q.reshape(panels, PANEL, -1, BLOCK) * scales.transpose(0, 2, 1)[..., None]
+    return values[:, :, :blocks].reshape(panels * PANEL, -1)
 
 
 def _pad_k(w: np.ndarray, multiple: int) -> np.ndarray:

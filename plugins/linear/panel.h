@@ -6,6 +6,9 @@
  *   bf16   uint16_t w[K2 / 2][16][2]              K2 = K rounded up to 2
  *   int8   int8_t   w[K32 / 4][16][4]             K32 = K rounded up to 32
  *          float    scale[16]                     weight = scale * w
+ *   int8g32 for every 64 channels of K, 1088 bytes (for a last 32, 576):
+ *          f16      scale[2][16]                  of the first 32 channels, of the others
+ *          int8_t   w[16][16][4]
  *   w4a8   for every 32 channels of K, 320 bytes:
  *          uint8_t  w[4][16][4]                   low nibbles: channels 4j + i, high nibbles: channels 16 + 4j + i
  *          f16      scale[16], minimum[16]        weight = scale * nibble + minimum

@@ -8,6 +8,8 @@
 
 #define INGOT_W4_BLOCK_BYTES 320
 #define INGOT_W8_BLOCK_BYTES 512
+/* Two blocks and their scales. */
+#define INGOT_W8_PAIR_BYTES (2 * INGOT_W8_BLOCK_BYTES + 64)
 
 /* How far ahead of its use a weight is fetched. */
 #define INGOT_INTEGER_AHEAD 8192
@@ -111,6 +113,38 @@ INGOT_INLINE void ingot_tile_int8(const ingot_matmul *job, const int rows, const
         const vf scale = ingot_channel_scales(w, panel_bytes, p, h);
         INGOT_UNROLL for (int r = 0; r < rows; r++) ingot_finish(job, row + r, panel + p, h, sums[r][p][h], &scale);
     }
+}
+
+/* Weight scales of 32 channels too: y = sum over blocks of sx * scale * dot(w, xq). */
+INGOT_INLINE void ingot_tile_int8g32(const ingot_matmul *job, const int rows, const int panels, int k_begin, int k_end,
+                                     int row, int panel) {
+    const int blocks = ingot_k32(job->k) / INGOT_BLOCK;
+    const size_t panel_bytes = (size_t)blocks * INGOT_W8_BLOCK_BYTES + ((size_t)blocks + 1) / 2 * 64;
+    const uint8_t *from = job->w + (size_t)panel * panel_bytes, *end = from + panel_bytes;
+    ingot_rows x;
+    ingot_float_tile sums;
+    (void)k_begin, (void)k_end;
+    INGOT_UNROLL for (int r = 0; r < rows; r++) x[r] = ingot_row(job, row + r);
+    INGOT_FOR_TILE(rows, panels) sums[r][p][h] = vf_zero();
+    for (int b = 0; b < blocks; b++) {
+        const uint8_t *scales = from + (size_t)(b / 2) * INGOT_W8_PAIR_BYTES + 32 * (b % 2);
+        const uint8_t *w = scales + 64 + (INGOT_W8_BLOCK_BYTES - 32) * (b % 2);
+        ingot_integer_tile dots;
+        INGOT_FOR_TILE(rows, panels)
+            dots[r][p][h] = vi_start_i8((const int32_t *)(ingot_scales(x[r], job->k) + blocks + b));
+        INGOT_UNROLL for (int p = 0; p < panels; p++)
+            ingot_fetch(scales + (size_t)p * panel_bytes, INGOT_INTEGER_AHEAD, (size_t)(end - scales), panels,
+                        panel_bytes);
+        ingot_add_block_i8(dots, w, panel_bytes, (size_t)(end - w), x, INGOT_BLOCK * b, rows, panels);
+        INGOT_FOR_PARTS(panels) {
+            const vf scale = vf_load_f16((const uint16_t *)(scales + (size_t)p * panel_bytes) + VF_LANES * h);
+            INGOT_UNROLL for (int r = 0; r < rows; r++) {
+                const vf both = scale * vf_set1(ingot_scales(x[r], job->k)[b]);
+                sums[r][p][h] = vf_fma(both, vi_to_float(dots[r][p][h]), sums[r][p][h]);
+            }
+        }
+    }
+    INGOT_FOR_TILE(rows, panels) ingot_finish(job, row + r, panel + p, h, sums[r][p][h], NULL);
 }
 
 /* One activation scale a token: the sum over all of K is an integer. */

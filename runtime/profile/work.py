@@ -16,7 +16,7 @@ from ..program import outdated
 
 _DTYPE_BYTES = {"f32": 4, "bf16": 2, "f16": 2, "fp8": 1, "i8": 1, "u8": 1}
 FLOAT, INT8, W4A8 = "float", "int8", "w4a8"
-_ARITHMETIC = {"int8": INT8, "w4a8": W4A8}
+_ARITHMETIC = {"int8": INT8, "int8g32": INT8, "w4a8": W4A8}
 
 
 @dataclass(frozen=True)

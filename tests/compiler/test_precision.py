@@ -27,7 +27,7 @@ def test_routers_are_never_rounded(name: str) -> None:
 
 
 def test_w4a8_keeps_eight_bits_at_both_ends() -> None:
-    assert [PRECISIONS["w4a8"].scheme(role) for role in ROLES] == ["int8", "fp32", "w4a8", "w4a8", "int8"]
+    assert [PRECISIONS["w4a8"].scheme(role) for role in ROLES] == ["int8g32", "fp32", "w4a8", "w4a8", "int8g32"]
 
 
 def test_unknown_precision_names_those_that_are_known() -> None:

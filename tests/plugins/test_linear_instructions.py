@@ -27,7 +27,7 @@ EXPECTED = {
 @pytest.mark.parametrize("isa", EXPECTED)
 def test_instructions(isa: str, scheme: str, m: int) -> None:
     register, of_floats, of_bytes, of_nibbles = EXPECTED[isa]
-    instruction = {"int8": of_bytes, "w4a8": of_nibbles}.get(scheme, of_floats)
+    instruction = {"int8": of_bytes, "int8g32": of_bytes, "w4a8": of_nibbles}.get(scheme, of_floats)
     text = assembly(translation_unit([emit(Problem(192, 576, SCHEMES[scheme], m))]), ISAS[isa], [INCLUDE_DIR])
     found = re.findall(rf"^\s+{instruction}\s+.*{register}", text, re.MULTILINE)
     assert found, f"no {instruction} on {register} registers"

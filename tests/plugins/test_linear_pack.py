@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ingot.plugins.linear.pack import bf16_bits, dequantize, pack, packed_size, to_float32, unpack
-from ingot.plugins.linear.quantize_weights import quantize_w4, quantize_w8
+from ingot.plugins.linear.quantize_weights import quantize_w4, quantize_w8, quantize_w8_groups
 from ingot.plugins.scheme import SCHEMES, Scheme
 
 ALL = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=lambda s: s.tag)
@@ -34,7 +34,8 @@ def test_size_and_round_trip(shape: tuple[int, int], scheme: Scheme) -> None:
         np.testing.assert_array_equal(pack(got, scheme), blob)
 
 
-@pytest.mark.parametrize(("scheme", "bits"), [("fp32", 32), ("bf16", 16), ("int8", 8.015625), ("w4a8", 5)])
+@pytest.mark.parametrize(("scheme", "bits"), [("fp32", 32), ("bf16", 16), ("int8", 8.015625), ("int8g32", 8.5),
+                                              ("w4a8", 5)])
 def test_bits_per_weight(scheme: str, bits: float) -> None:
     assert packed_size(1024, 2048, SCHEMES[scheme]) * 8 == bits * 1024 * 2048
 
@@ -125,3 +126,40 @@ def test_memory_is_bounded(scheme: Scheme) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak - blob.nbytes < 32 << 20
+
+
+def test_layout_of_eight_bits_in_groups() -> None:
+    """Number and scale of output channel 19, input channel 96 + 6, where panel.h says they are; half a last pair."""
+    scheme, w = SCHEMES["int8g32"], weights(32, 160)
+    q, scale = quantize_w8_groups(w)
+    panel = pack(w, scheme).reshape(2, 2 * 1088 + 576)[1]
+    pair = panel[1088:]
+    assert pair[64 + 64 * 9 + 4 * 3 + 2].view(np.int8) == q[19, 102]
+    assert pair[:64].view(np.float16)[16 + 3] == scale[19, 3]
+    last = panel[2 * 1088:]
+    assert last[64 + 64 * 1 + 4 * 3].view(np.int8) == q[19, 132] and last[:64].view(np.float16)[3] == scale[19, 4]
+
+
+@pytest.mark.parametrize(("kind", "scheme"), [("Q4_0", "w4a8"), ("Q4_1", "w4a8"), ("Q8_0", "int8g32")])
+def test_weights_of_gguf_are_carried_over_to_the_bit(kind: str, scheme: str) -> None:
+    """As llama.cpp's quantizer writes them: also groups that are constant, zero, of one sign, or with an outlier."""
+    import gguf
+    rng = np.random.default_rng(0)
+    w = rng.standard_normal((2048, 576)).astype(np.float32)
+    w *= rng.choice([1e-3, 0.02, 1, 30], (2048, 1)).astype(np.float32)
+    w[::9], w[1::9] = np.abs(w[::9]), -np.abs(w[1::9])
+    w[2::50], w[3::50] = 0, 0.25
+    w[4::50, ::32] *= 20
+    w[5::50] = rng.integers(-2, 3, w[5::50].shape) * np.float32(0.01)
+    form = gguf.GGMLQuantizationType[kind]
+    stored = gguf.dequantize(gguf.quantize(w, form), form)
+    np.testing.assert_array_equal(dequantize(stored, SCHEMES[scheme]), stored)
+
+
+def test_eight_bits_in_groups_of_odd_groups() -> None:
+    """Zero, tiny and huge groups stay finite and near: half a step, and a step of float16 at its ends."""
+    w = np.zeros((5, 32), np.float32)
+    w[1, 3], w[2], w[3], w[4] = 1e-7, np.linspace(-1e-5, 1e-5, 32), np.linspace(-8e6, 8e6, 32), np.linspace(1, 1e30, 32)
+    got = dequantize(w, SCHEMES["int8g32"])
+    assert np.isfinite(got).all() and not got[0].any()
+    assert np.abs(got[1:3] - w[1:3]).max() <= 1e-7 and np.abs(got[3] - w[3]).max() <= 8e6 / 127
