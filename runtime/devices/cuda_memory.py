@@ -98,6 +98,8 @@ class CudaContext:
             yield
         finally:
             inner, self._owned = self._owned, outer
+            with suppress(CudaError):  # what failed inside has left copies on their way
+                self.synchronize()
             inner.close()
 
     def own(self, handle: Any, destroy: str) -> Any:
