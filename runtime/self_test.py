@@ -108,8 +108,8 @@ class SelfTest:
                 if not difference <= self.tolerance:
                     raise SelfTestFailed(
                         f"{engine}: the self-test gives other logits than were recorded: at token {place} of the "
-                        f"answer the log probability of token {token_id} is {found[token_id]:.4f}, recorded {value:.4f}, "
-                        f"tolerance {self.tolerance:g}")
+                        f"answer the log probability of token {token_id} is {found[token_id]:.4f}, recorded "
+                        f"{value:.4f}, tolerance {self.tolerance:g}")
                 largest = max(largest, difference)
             if token.token_id != self.token_ids[place]:
                 if values[0] - found.get(token.token_id, -math.inf) > 2 * self.tolerance:

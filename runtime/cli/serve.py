@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,10 @@ from .engine_options import add_engine_argument, add_engine_arguments, engine_op
 from .output import size
 
 if TYPE_CHECKING:
-    from ..executor.async_engine import AsyncEngine
-    from ..executor.loading import LoadedEngine
+    from ..executor.loading import EngineOptions
+    from ..executor.overlap import KvBudget
     from ..servers.context import Server, ServerContext, ServerSettings
+    from ..store.lock_file import LockFile
 
 # Ports as Triton's clients and probes expect them.
 DEFAULT_HTTP, DEFAULT_GRPC = "127.0.0.1:8000", "127.0.0.1:8001"
@@ -43,6 +45,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--token-file", metavar="FILE", help="a bearer token that clients must send")
     parser.add_argument("--max-message-bytes", type=int, default=32 << 20, metavar="N",
                         help="of one request (default 32 MiB)")
+    swaps = parser.add_argument_group("when another engine takes over (ingot engines swap, rollback, pin --server)")
+    swaps.add_argument("--lock", metavar="FILE", help="the lock file that says what the name ENGINE means (default: "
+                                                      "engines.lock of the store)")
+    swaps.add_argument("--follow", action="store_true",
+                       help="serve what the name means in the lock file, as that changes")
+    swaps.add_argument("--pull", metavar="URL", help="with --follow: where engines come from that the store lacks")
+    swaps.add_argument("--swap-min-kv", type=float, default=0.5, metavar="F",
+                       help="an engine must have room for this part of the KV cache that the first one had, beside the "
+                            "one that runs; else it is refused (default 0.5)")
+    parser.add_argument("--self-test", action="store_true",
+                        help="try the engine out before it takes requests; those that take over later always are")
     parser.add_argument("--drain-timeout", type=float, default=30.0, metavar="SECONDS",
                         help="how long requests may still run after SIGTERM (default 30)")
     add_engine_arguments(parser)
@@ -53,11 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
     _need_packages(settings)
     import uvloop
 
-    from ..executor.loading import LoadedEngine
-
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    with LoadedEngine(arguments.engine, engine_options(arguments)) as engine:
-        return uvloop.run(_serve(engine, settings, arguments))
+    return uvloop.run(_serve(settings, arguments))
 
 
 def server_settings(arguments: argparse.Namespace) -> ServerSettings:
@@ -118,16 +128,32 @@ def _need_packages(settings: ServerSettings) -> None:
                            "\n  Install them: pip install 'ingot-llm[serve]'") from None
 
 
-async def _serve(loaded: LoadedEngine, settings: ServerSettings, arguments: argparse.Namespace) -> int:
-    from ..executor.async_engine import AsyncEngine
+async def _serve(settings: ServerSettings, arguments: argparse.Namespace) -> int:
+    from ..executor.loading import LoadedEngine
     from ..servers.context import ServerContext
+    from ..servers.served import ServedEngine
 
-    facts = loaded.facts()
-    model_name = arguments.model_name or loaded.file.manifest["model"]["name"]
-    context = ServerContext(
-        AsyncEngine(loaded.executor), loaded.file, loaded.tokenizer, loaded.limits, loaded.vocab_size,
-        loaded.stop_token_ids, model_name, _with_scheduling(settings, facts),
-        loaded.kv.longest(loaded.limits.max_seq_len))
+    options, lock = engine_options(arguments), _lock_file(arguments)
+    reference = _locked(lock, arguments.engine) if lock is not None else arguments.engine
+    # What is not in the store yet comes before the engine that is to be served is asked for.
+    fetch = _fetching(arguments)
+    if fetch is not None:
+        await asyncio.to_thread(fetch, reference)
+    engine = ServedEngine.of(LoadedEngine(reference, options, arguments.self_test))
+    context = ServerContext(engine, arguments.model_name or engine.file.manifest["model"]["name"], settings)
+    del engine  # the context alone decides how long it lives
+    try:
+        return await _run(context, options, lock, fetch, arguments)
+    finally:
+        await context.close()
+
+
+async def _run(context: ServerContext, options: EngineOptions, lock: LockFile | None,
+               fetch: Callable[[str], None] | None, arguments: argparse.Namespace) -> int:
+    from ..servers.follow import Follower
+    from ..servers.swap import Swapper
+
+    context.swapper = Swapper(context, options, _kv_budget(context.current.facts, options, arguments.swap_min_kv))
     must_end = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -137,16 +163,63 @@ async def _serve(loaded: LoadedEngine, settings: ServerSettings, arguments: argp
     gc.collect()
     gc.freeze()
     addresses = {name: server.address for name, server in servers.items()}
-    print(_start_line(loaded, model_name, addresses, facts, arguments.json), flush=True)
+    print(_start_line(context, addresses, arguments.json), flush=True)
+    following = None
+    if arguments.follow:
+        assert lock is not None
+        following = asyncio.create_task(Follower(context, context.swapper, lock, arguments.engine, fetch=fetch).run())
     await must_end.wait()
-    await _end(context.engine, list(servers.values()), settings.drain_timeout_s)
+    if following is not None:
+        following.cancel()
+    await _end(context, list(servers.values()), context.settings.drain_timeout_s)
     return 0
 
 
-def _with_scheduling(settings: ServerSettings, facts: dict[str, Any]) -> ServerSettings:
-    from dataclasses import replace
+def _lock_file(arguments: argparse.Namespace) -> LockFile | None:
+    """The file that says which engine the name means, if that is asked for. Raises RequestError."""
+    from ..store.lock_file import LockFile, check_name
+    from ..store.store import Store
 
-    return replace(settings, scheduling=tuple(facts.items()))
+    if arguments.pull is not None and not arguments.follow:
+        raise RequestError("--pull goes with --follow")
+    if arguments.lock is None and not arguments.follow:
+        return None
+    check_name(arguments.engine)
+    return LockFile(Path(arguments.lock)) if arguments.lock is not None else Store(arguments.store).lock
+
+
+def _locked(lock: LockFile, name: str) -> str:
+    """The hash that the name means. Raises RequestError."""
+    move = lock.now().get(name)
+    if move is None:
+        raise RequestError(f"{lock.path} has no engine named {name}; the names are: {', '.join(sorted(lock.now()))}")
+    return move.hash
+
+
+def _fetching(arguments: argparse.Namespace) -> Callable[[str], None] | None:
+    """What gets an engine into the store that is not there."""
+    if arguments.pull is None:
+        return None
+    from ..store.remotes import open_remote
+    from ..store.store import Store
+    from ..store.transfer import pull
+
+    def fetch(engine_hash: str) -> None:
+        store = Store(arguments.store)
+        if not store.has(engine_hash):
+            with open_remote(arguments.pull) as remote:
+                pull(store, remote, engine_hash)
+    return fetch
+
+
+def _kv_budget(facts: Mapping[str, Any], options: EngineOptions, min_fraction: float) -> KvBudget:
+    from ..executor.overlap import KvBudget
+
+    if not 0 < min_fraction <= 1:
+        raise RequestError(f"--swap-min-kv is {min_fraction}; expected above 0 and at most 1")
+    host_is_tokens = options.host_cache_fraction is None
+    return KvBudget(facts["kv_cache_bytes"], facts["host_kv_bytes"], options.kv_cache_tokens,
+                    options.host_kv_tokens if host_is_tokens else None, min_fraction)
 
 
 def _on_signal(must_end: asyncio.Event) -> None:
@@ -173,25 +246,25 @@ async def _start(context: ServerContext) -> dict[str, Server]:
     return servers
 
 
-async def _end(engine: AsyncEngine, servers: list[Server], timeout_s: float) -> None:
+async def _end(context: ServerContext, servers: list[Server], timeout_s: float) -> None:
     """While requests still run, the servers stay, and say that the engine is draining."""
-    running = len(engine.request_ids)
-    print(f"ingot: draining: {running} requests run or wait, {timeout_s:g} s for them", file=sys.stderr, flush=True)
-    done = await engine.drain(timeout_s)
+    print(f"ingot: draining: {context.num_requests} requests run or wait, {timeout_s:g} s for them", file=sys.stderr,
+          flush=True)
+    done = await context.drain(timeout_s)
     await asyncio.gather(*(server.stop(CLOSING_GRACE_S) for server in servers))
     print("ingot: drained" if done else "ingot: drained; some requests were cancelled", file=sys.stderr, flush=True)
 
 
-def _start_line(loaded: LoadedEngine, model_name: str, addresses: dict[str, str], facts: dict[str, Any],
-                as_json: bool) -> str:
-    manifest = loaded.file.manifest
+def _start_line(context: ServerContext, addresses: dict[str, str], as_json: bool) -> str:
+    engine, facts = context.current, context.current.facts
+    manifest = engine.file.manifest
     if as_json:
-        return json.dumps({"ready": True, "engine": loaded.file.hash, "model": model_name, "pid": os.getpid(),
+        return json.dumps({"ready": True, "engine": engine.hash, "model": context.model_name, "pid": os.getpid(),
                            **addresses, **facts})
     reuse = "prefixes are reused" if facts["prefix_reuse"] else "no prefix reuse"
     host = f", {facts['host_kv_tokens']:,} tokens in host memory" if facts["host_kv_tokens"] else ""
     lines = [
-        ("engine", f"{model_name}, {manifest['precision']}, {manifest['target']['name']}, {loaded.file.hash[:12]}"),
+        ("engine", f"{context.model_name}, {manifest['precision']}, {manifest['target']['name']}, {engine.hash[:12]}"),
         ("scheduler", f"{facts['scheduler_policy']}, {facts['context_chunking']}; a step: {facts['max_batch_size']} "
                       f"sequences, {facts['max_num_tokens']:,} tokens; {facts['max_queue_size']} requests may wait"),
         ("KV cache", f"{facts['kv_cache_tokens']:,} tokens, {size(facts['kv_cache_bytes'])}{host}; guarantees "

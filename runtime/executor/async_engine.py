@@ -92,6 +92,10 @@ class AsyncEngine:
         self._executor.cancel(request_id)
         return True
 
+    def has(self, request_id: str) -> bool:
+        """Whether a request of this id has not ended."""
+        return request_id in self._mailboxes
+
     @property
     def request_ids(self) -> Sequence[str]:
         """Of the requests that have not ended."""

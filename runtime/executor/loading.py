@@ -147,6 +147,7 @@ class LoadedEngine:
             "kv_cache_tokens": stats.num_blocks // tables * stats.block_size,
             "kv_cache_bytes": stats.num_blocks // tables * stats.block_size * memory.get("kv_bytes_per_token", 0),
             "host_kv_tokens": stats.num_host_blocks // tables * stats.block_size,
+            "host_kv_bytes": stats.num_host_blocks // tables * stats.block_size * memory.get("kv_bytes_per_token", 0),
             "guaranteed_requests": stats.guaranteed_requests,
         }
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ..errors import IngotError
 from ..executor.request import Request, RequestFailed, RequestOutput
 from ..sampling import SamplingError, SamplingParams
+from .context import ENGINE_HASH
 from .grpc_errors import DeadlinePassed, InvalidField
 
 if TYPE_CHECKING:
     from ..executor.async_engine import OutputStream
     from .context import ServerContext
     from .rpc import Call
+    from .served import ServedEngine
 
 MAX_REQUEST_ID_LENGTH = 512
 # A text that takes longer to encode than to hand over to a thread, so that the loop can serve others meanwhile.
@@ -33,9 +36,9 @@ def sampling_params(values: dict[str, Any], names: FieldNames) -> SamplingParams
         raise InvalidField(names.get(error.field, error.field), str(error)) from None
 
 
-async def begin(context: ServerContext, call: Call, request_id: str, prompt: Sequence[int], params: SamplingParams,
-                names: FieldNames, **options: Any) -> OutputStream:
-    """Gives a request to the engine; it ends with the call's deadline. The caller must `aclose` the stream.
+async def begin(context: ServerContext, engine: ServedEngine, call: Call, request_id: str, prompt: Sequence[int],
+                params: SamplingParams, names: FieldNames, **options: Any) -> OutputStream:
+    """Gives a request to an engine; it ends with the call's deadline. The caller must `aclose` the stream.
 
     request_id  empty: one is made
     options     further fields of Request
@@ -45,10 +48,10 @@ async def begin(context: ServerContext, call: Call, request_id: str, prompt: Seq
         raise InvalidField(names["request_id"], f"has {len(request_id)} characters; expected at most "
                                                 f"{MAX_REQUEST_ID_LENGTH}")
     try:
-        await context.engine.prepare(params)
+        await engine.engine.prepare(params)
         deadline_s = call.time_remaining()
-        return context.engine.generate(Request(request_id or uuid.uuid4().hex, prompt, params, deadline_s=deadline_s,
-                                               **options))
+        return context.generate(engine, Request(request_id or uuid.uuid4().hex, prompt, params, deadline_s=deadline_s,
+                                                **options))
     except IngotError as error:
         field = getattr(error, "field", None)
         if field is None:
@@ -69,9 +72,22 @@ def token_ids(field: Sequence[int], longest: int) -> Sequence[int]:
     return list(field) if len(field) <= longest else field
 
 
-async def encode(context: ServerContext, text: str, field: str) -> list[int]:
+@contextmanager
+def engine_for(context: ServerContext, call: Call) -> Iterator[ServedEngine]:
+    """The engine for a call with one answer; the call's trailing metadata tell its hash, however the call ends."""
+    with context.use() as engine:
+        call.set_trailing_metadata(((ENGINE_HASH, engine.hash),))
+        yield engine
+
+
+async def tell_engine(call: Call, engine: ServedEngine) -> None:
+    """The same at the beginning of an answer that is going to be written."""
+    await call.send_initial_metadata(((ENGINE_HASH, engine.hash),))
+
+
+async def encode(engine: ServedEngine, text: str, field: str) -> list[int]:
     """Raises InvalidField if the engine has no tokenizer, or for a text that is far too long."""
-    tokenizer, longest = context.tokenizer, context.limits.max_seq_len
+    tokenizer, longest = engine.tokenizer, engine.limits.max_seq_len
     if tokenizer is None:
         raise InvalidField(field, "this engine has no tokenizer; expected token ids")
     if tokenizer.surely_exceeds(text, longest):

@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING
 from grpc import StatusCode
 
 from ..errors import IngotError, RequestError
+from ..executor.overlap import NoRoom
 from ..executor.request import Draining, EngineFailed, QueueFull
+from ..self_test import SelfTestFailed
+from ..store.policy import EngineRefused
+from ..store.store import NotInStore
+from .swap_errors import NotServing, OtherTokenizer
 
 if TYPE_CHECKING:
     from grpc.aio import ServicerContext as Call
@@ -47,11 +52,15 @@ def status_code(error: IngotError) -> StatusCode:
     match error:
         case Unsupported():
             return StatusCode.UNIMPLEMENTED
-        case NotFound():
+        case NotFound() | NotInStore():
             return StatusCode.NOT_FOUND
+        case EngineRefused():
+            return StatusCode.PERMISSION_DENIED
+        case NotServing() | OtherTokenizer() | SelfTestFailed():
+            return StatusCode.FAILED_PRECONDITION
         case RequestError():
             return StatusCode.INVALID_ARGUMENT
-        case QueueFull():
+        case QueueFull() | NoRoom():
             return StatusCode.RESOURCE_EXHAUSTED
         case Draining() | EngineFailed():
             return StatusCode.UNAVAILABLE

@@ -21,6 +21,7 @@ from .rpc import Call, Stopping, service_handler
 if TYPE_CHECKING:
     from ..executor.stats import Health
     from .context import ServerContext, ServerSettings
+    from .served import ServedEngine
 
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 _REFLECTION = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
@@ -45,8 +46,7 @@ async def start(context: ServerContext, address: str) -> GrpcServer:
                         options=(*_OPTIONS, ("grpc.max_receive_message_length", settings.max_message_bytes)))
     stopping = Stopping()
     names = []
-    events = context.engine.events
-    relay = None if events is None else KvEventRelay(events, context.engine.stats().block_size)
+    relay = _relay(context)
     for descriptor, servicer, endless in _services(context, relay, stopping):
         server.add_generic_rpc_handlers((service_handler(descriptor, servicer, stopping, endless),))
         names.append(descriptor.full_name)
@@ -60,10 +60,25 @@ async def start(context: ServerContext, address: str) -> GrpcServer:
     started = GrpcServer(server, f"{address.rpartition(':')[0]}:{port}", health_servicer, ["", *names], stopping)
     if relay is not None:
         started.keep_running(relay.run())
-    await started.tell_health(context.engine.health)
-    context.engine.on_health(started.on_health)
+    await started.tell_health(context.health)
+    context.on_health(started.on_health)
     await server.start()
     return started
+
+
+def _relay(context: ServerContext) -> KvEventRelay | None:
+    """Follows the cache of the engine that gets new requests; None if that records no events."""
+    events = context.current.engine.events
+    if events is None:
+        return None
+    relay = KvEventRelay(events, context.current.engine.stats().block_size)
+
+    def follow(engine: ServedEngine) -> None:
+        if engine.engine.events is not None:
+            relay.follow(engine.engine.events, engine.engine.stats().block_size)
+
+    context.on_engine(follow)
+    return relay
 
 
 class GrpcServer:

@@ -15,8 +15,9 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from ..errors import RequestError
+from .context import ENGINE_HASH
 from .metrics_text import CONTENT_TYPE, render
-from .openai_api import OpenAiApi
+from .openai_api import ANSWERED_BY, OpenAiApi
 from .openai_errors import ApiError
 from .openai_response import to_json
 
@@ -73,6 +74,7 @@ async def start(context: ServerContext, address: str) -> HttpServer:
     calls = _Calls()
     app = web.Application(client_max_size=context.settings.max_message_bytes,
                           middlewares=[calls.middleware, _errors, _authentication(context.settings.auth_token)])
+    app.on_response_prepare.append(_tell_engine)
     api, probes = OpenAiApi(context), _Probes(context)
     app.add_routes([*api.routes(), web.get("/health", probes.health), web.get("/ready", probes.ready),
                     web.get("/metrics", probes.metrics)])
@@ -135,16 +137,22 @@ class _Probes:
 
     async def health(self, request: web.Request) -> web.Response:
         """200 while the process does its work, draining included: whoever restarts it asks here."""
-        health = self._context.engine.health
+        health = self._context.health
         return _status(200 if health in ("serving", "draining") else 503, health)
 
     async def ready(self, request: web.Request) -> web.Response:
         """200 while new requests are taken: whoever routes to it asks here."""
-        health = self._context.engine.health
+        health = self._context.health
         return _status(200 if health == "serving" else 503, health)
 
     async def metrics(self, request: web.Request) -> web.Response:
         return web.Response(text=render(self._context), headers={"Content-Type": CONTENT_TYPE})
+
+
+async def _tell_engine(request: web.Request, response: web.StreamResponse) -> None:
+    """Which engine answered, or refused, a request that was given to one."""
+    if engine_hash := request.get(ANSWERED_BY):
+        response.headers[ENGINE_HASH] = engine_hash
 
 
 def _status(status: int, health: str) -> web.Response:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import IngotError
 from ..executor.request import RequestOutput
-from .generation import begin, encode, raise_if_failed
+from .generation import begin, encode, engine_for, raise_if_failed
 from .grpc_errors import InvalidField, NotFound, details
 from .kserve_request import INPUTS, OUTPUTS, InferRequest, parse_infer
 from .kserve_tensors import add_output
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ..executor.recorder import Histogram
     from .context import ServerContext
     from .rpc import Call, Stopping
+    from .served import ServedEngine
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 
@@ -62,12 +63,12 @@ class GRPCInferenceService:
 
     async def ModelConfig(self, request: pb.ModelConfigRequest, call: Call) -> pb.ModelConfigResponse:
         self._check_model("name", request.name, "version", request.version)
-        context = self._context
-        facts = {"engine_hash": context.file.hash, "precision": context.file.manifest["precision"],
-                 "target": context.file.manifest["target"]["name"], "max_seq_len": str(context.limits.max_seq_len),
-                 "max_batch_size": str(context.limits.max_batch_size)}
+        engine = self._context.current
+        facts = {"engine_hash": engine.hash, "precision": engine.file.manifest["precision"],
+                 "target": engine.file.manifest["target"]["name"], "max_seq_len": str(engine.limits.max_seq_len),
+                 "max_batch_size": str(engine.limits.max_batch_size)}
         return pb.ModelConfigResponse(config=pb.ModelConfig(
-            name=context.model_name, platform=_PLATFORM, backend=_PLATFORM,
+            name=self._context.model_name, platform=_PLATFORM, backend=_PLATFORM,
             input=[pb.ModelInput(name=name, data_type=_CONFIG_TYPES[each.types[0]], dims=[-1 if each.is_list else 1],
                                  optional=True) for name, each in INPUTS.items()],
             output=[pb.ModelOutput(name=name, data_type=_CONFIG_TYPES[datatype], dims=[-1 if _is_list(name) else 1])
@@ -79,7 +80,7 @@ class GRPCInferenceService:
                               call: Call) -> pb.ModelStatisticsResponse:
         if request.name:
             self._check_model("name", request.name, "version", request.version)
-        recorder = self._context.engine.recorder
+        recorder = self._context.totals().recorder
         finished, queue, whole = recorder.requests_finished, recorder.queue_time, recorder.request_time
         succeeded = finished["stop"] + finished["length"]
         return pb.ModelStatisticsResponse(model_stats=[pb.ModelStatistics(
@@ -95,23 +96,24 @@ class GRPCInferenceService:
                               call: Call) -> pb.RepositoryIndexResponse:
         if request.ready and not self._is_ready:
             return pb.RepositoryIndexResponse()
-        health = self._context.engine.health
+        health = self._context.health
         return pb.RepositoryIndexResponse(models=[pb.RepositoryIndexResponse.ModelIndex(
             name=self._context.model_name, version=_VERSION, state="READY" if self._is_ready else "UNAVAILABLE",
             reason="" if self._is_ready else f"the engine is {health}")])
 
     async def ModelInfer(self, request: pb.ModelInferRequest, call: Call) -> pb.ModelInferResponse:
-        infer = self._parse(request)
-        if infer.stream:
-            raise InvalidField(infer.names["stream"], "an answer in pieces needs ModelStreamInfer")
-        stream = await self._begin(infer, call)
-        answer = _Answer()
-        try:
-            async for output in stream:
-                answer.add(output)
-        finally:
-            await stream.aclose()
-        return self._response(request, infer, answer)
+        with engine_for(self._context, call) as engine:
+            infer = self._parse(request, engine)
+            if infer.stream:
+                raise InvalidField(infer.names["stream"], "an answer in pieces needs ModelStreamInfer")
+            stream = await self._begin(infer, engine, call)
+            answer = _Answer()
+            try:
+                async for output in stream:
+                    answer.add(output)
+            finally:
+                await stream.aclose()
+            return self._response(request, infer, engine, answer)
 
     async def ModelStreamInfer(self, requests: AsyncIterator[pb.ModelInferRequest], call: Call) -> None:
         malformed = None
@@ -127,51 +129,55 @@ class GRPCInferenceService:
 
     async def _answer_one(self, request: pb.ModelInferRequest, call: Call, lock: asyncio.Lock) -> None:
         """One request of a stream; what is wrong with it becomes an error_message."""
-        try:
-            infer = self._parse(request)
-            stream = await self._begin(infer, call)
-            answer = _Answer()
+        with self._context.use() as engine:
             try:
-                async for output in stream:
-                    answer.add(output)
-                    if infer.stream or output.finish_reason is not None:
-                        response = pb.ModelStreamInferResponse(infer_response=self._response(request, infer, answer))
-                        async with lock:
-                            await call.write(response)
-                        answer.forget_pieces()
-            finally:
-                await stream.aclose()
-        except IngotError as error:
-            response = pb.ModelStreamInferResponse(
-                error_message=details(error),
-                infer_response=pb.ModelInferResponse(model_name=request.model_name, id=request.id))
-            async with lock:
-                await call.write(response)
+                infer = self._parse(request, engine)
+                stream = await self._begin(infer, engine, call)
+                answer = _Answer()
+                try:
+                    async for output in stream:
+                        answer.add(output)
+                        if infer.stream or output.finish_reason is not None:
+                            response = pb.ModelStreamInferResponse(
+                                infer_response=self._response(request, infer, engine, answer))
+                            async with lock:
+                                await call.write(response)
+                            answer.forget_pieces()
+                finally:
+                    await stream.aclose()
+            except IngotError as error:
+                response = pb.ModelStreamInferResponse(
+                    error_message=details(error),
+                    infer_response=pb.ModelInferResponse(model_name=request.model_name, id=request.id))
+                async with lock:
+                    await call.write(response)
 
-    def _parse(self, request: pb.ModelInferRequest) -> InferRequest:
+    def _parse(self, request: pb.ModelInferRequest, engine: ServedEngine) -> InferRequest:
         self._check_model("model_name", request.model_name, "model_version", request.model_version)
-        return parse_infer(request, self._context.tokenizer is not None)
+        return parse_infer(request, engine.tokenizer is not None)
 
-    async def _begin(self, infer: InferRequest, call: Call) -> OutputStream:
+    async def _begin(self, infer: InferRequest, engine: ServedEngine, call: Call) -> OutputStream:
         if infer.input_ids is not None:
             prompt = infer.input_ids
         else:
-            prompt = await encode(self._context, infer.text or "", infer.names["text_input"])
+            prompt = await encode(engine, infer.text or "", infer.names["text_input"])
         # Ids of this protocol need not be unique: they only come back with the answer.
-        return await begin(self._context, call, f"kserve-{uuid.uuid4().hex}", prompt, infer.params, infer.names,
+        return await begin(self._context, engine, call, f"kserve-{uuid.uuid4().hex}", prompt, infer.params, infer.names,
                            priority=infer.priority, cache_salt=infer.cache_salt)
 
-    def _response(self, request: pb.ModelInferRequest, infer: InferRequest, answer: _Answer) -> pb.ModelInferResponse:
+    def _response(self, request: pb.ModelInferRequest, infer: InferRequest, engine: ServedEngine,
+                  answer: _Answer) -> pb.ModelInferResponse:
         response = pb.ModelInferResponse(model_name=self._context.model_name, model_version=_VERSION, id=request.id)
         for name in infer.outputs:
             add_output(response, name, OUTPUTS[name], answer.tensor(name), infer.raw)
+        response.parameters["engine_hash"].string_param = engine.hash
         if infer.marks_final:
             response.parameters["triton_final_response"].bool_param = answer.finish_reason is not None
         return response
 
     @property
     def _is_ready(self) -> bool:
-        return self._context.engine.health == "serving"
+        return self._context.health == "serving"
 
     def _is_served(self, name: str, version: str) -> bool:
         return name == self._context.model_name and version in ("", _VERSION)

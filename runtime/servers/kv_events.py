@@ -46,6 +46,7 @@ class KvEventRelay:
         self._block_size = block_size
         self._root = root_hash(CacheKey())
         self._last_id = 0
+        self._id_offset = 0  # what the ids of events are told with, so that they grow over several caches
         self._live: Blocks = {}
         self._history: deque[pb.KvEventBatch] = deque(maxlen=history)
         self._changed = asyncio.Event()
@@ -56,6 +57,16 @@ class KvEventRelay:
                 pass
             await asyncio.sleep(_POLL_S)
 
+    def follow(self, events: EventBuffer, block_size: int) -> None:
+        """Another cache, of another engine, takes the place of the one before: subscribers are told that nothing is
+        cached any more, and then what the new one stores."""
+        while self.gather():
+            pass
+        self._id_offset += self._last_id + 1
+        self._events, self._block_size, self._last_id = events, block_size, 0
+        self._live.clear()
+        self._publish([pb.KvCacheEvent(event_id=self._id_offset, cleared=pb.KvCacheCleared())])
+
     def gather(self) -> bool:
         """Makes a batch of events that have come; False if there were none."""
         if self._events.last_id == self._last_id:
@@ -65,15 +76,21 @@ class KvEventRelay:
         converted: list[pb.KvCacheEvent] = []
         if lost:  # what follows the gap cannot be placed: begin anew
             self._live.clear()
-            converted.append(pb.KvCacheEvent(event_id=events[0].id, cleared=pb.KvCacheCleared()))
+            converted.append(pb.KvCacheEvent(event_id=self._told_id(events[0]), cleared=pb.KvCacheCleared()))
         converted.extend(self._convert(events))
         if converted:
-            self.sequence_number += 1
-            self._history.append(pb.KvEventBatch(sequence_number=self.sequence_number, timestamp=time.time(),
-                                                 events=converted))
-            self._changed.set()
-            self._changed = asyncio.Event()
+            self._publish(converted)
         return True
+
+    def _publish(self, events: list[pb.KvCacheEvent]) -> None:
+        self.sequence_number += 1
+        self._history.append(pb.KvEventBatch(sequence_number=self.sequence_number, timestamp=time.time(),
+                                             events=events))
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _told_id(self, event: KvEvent) -> int:
+        return self._id_offset + event.id
 
     def _convert(self, events: Iterable[KvEvent]) -> Iterator[pb.KvCacheEvent]:
         stored: list[KvEvent] = []
@@ -86,11 +103,11 @@ class KvEventRelay:
                     self._live[event.block_hash] = (event.parent_hash, event.tokens)
                     stored.append(event)
                 case "removed" if self._live.pop(event.block_hash, None) is not None:
-                    yield pb.KvCacheEvent(event_id=event.id, removed=pb.KvBlocksRemoved(
+                    yield pb.KvCacheEvent(event_id=self._told_id(event), removed=pb.KvBlocksRemoved(
                         block_hashes=[_low64(event.block_hash)], tier=_TIERS[event.tier]))
                 case "created":
                     self._live.clear()
-                    yield pb.KvCacheEvent(event_id=event.id, cleared=pb.KvCacheCleared())
+                    yield pb.KvCacheEvent(event_id=self._told_id(event), cleared=pb.KvCacheCleared())
         if stored:
             yield self._stored(stored)
 
@@ -101,7 +118,7 @@ class KvEventRelay:
     def _stored(self, run: list[KvEvent]) -> pb.KvCacheEvent:
         """Blocks of which each follows the one before it."""
         blocks = [self._block(event.block_hash, event.tokens) for event in run]
-        return pb.KvCacheEvent(event_id=run[0].id, stored=pb.KvBlocksStored(
+        return pb.KvCacheEvent(event_id=self._told_id(run[0]), stored=pb.KvBlocksStored(
             blocks=blocks, parent_block_hash=self._parent(run[0].parent_hash), tier=_TIERS[run[0].tier]))
 
     def _block(self, block_hash: bytes, tokens: tuple[int, ...]) -> pb.KvBlock:

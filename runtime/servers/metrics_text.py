@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..executor.recorder import Histogram
+from ..executor.recorder import Histogram, Recorder
+from .swap import RESULTS
 
 if TYPE_CHECKING:
+    from ..executor.stats import EngineStats
+    from ..kv.stats import KvStats
     from .context import ServerContext
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -34,29 +37,33 @@ def render(context: ServerContext) -> str:
 
 def families(context: ServerContext) -> Iterator[Family]:
     """Every metric there is, in the order of the page."""
+    stats, totals = context.stats(), context.totals()
     yield from _engine(context)
-    yield from _requests(context)
-    yield from _latencies(context)
-    yield from _tokens(context)
-    yield from _kv_cache(context)
-    yield from _steps(context)
+    yield from _requests(stats, totals.recorder)
+    yield from _latencies(totals.recorder)
+    yield from _tokens(totals.recorder)
+    yield from _kv_cache(stats, totals.kv)
+    yield from _steps(totals.recorder)
 
 
 def _engine(context: ServerContext) -> Iterator[Family]:
-    manifest, health = context.file.manifest, context.engine.health
-    identity = {"hash": context.file.hash, "model": context.model_name, "target": manifest["target"]["name"],
+    manifest, health = context.current.file.manifest, context.health
+    identity = {"hash": context.current.hash, "model": context.model_name, "target": manifest["target"]["name"],
                 "precision": manifest["precision"]}
     yield Family("ingot_engine_info", "gauge", "Which engine is served; always 1", [(identity, 1)])
     yield Family("ingot_engine_healthy", "gauge", "1 while the engine computes, 0 once it failed or stopped",
                  _one(int(health in ("serving", "draining"))))
     yield Family("ingot_engine_draining", "gauge", "1 while new requests are refused and old ones end",
                  _one(int(health == "draining")))
+    yield Family("ingot_engines_finishing", "gauge", "Engines that were replaced and still answer old requests",
+                 _one(len(context.finishing)))
+    yield Family("ingot_engine_swaps_total", "counter", "Engines that were asked to take over, by what came of it",
+                 _labelled("result", context.swaps, RESULTS))
     yield Family("ingot_kernel_fallbacks", "gauge", "Operators that run on a slower kernel than the precision asks for",
                  _one(len(manifest.get("fallbacks", ()))))
 
 
-def _requests(context: ServerContext) -> Iterator[Family]:
-    recorder, stats = context.engine.recorder, context.engine.stats()
+def _requests(stats: EngineStats, recorder: Recorder) -> Iterator[Family]:
     yield Family("ingot_requests_running", "gauge", "Requests in the batch", _one(stats.num_running))
     yield Family("ingot_requests_waiting", "gauge", "Requests that were never admitted", _one(stats.num_waiting))
     yield Family("ingot_requests_paused", "gauge", "Requests that lost their KV blocks and wait to go on",
@@ -71,8 +78,7 @@ def _requests(context: ServerContext) -> Iterator[Family]:
                  _one(recorder.requests_paused))
 
 
-def _latencies(context: ServerContext) -> Iterator[Family]:
-    recorder = context.engine.recorder
+def _latencies(recorder: Recorder) -> Iterator[Family]:
     yield Family("ingot_time_to_first_token_seconds", "histogram",
                  "From arrival to the first token, by how much of the prompt was cached",
                  [({"cache": cache}, histogram) for cache, histogram in recorder.time_to_first_token.items()])
@@ -84,8 +90,7 @@ def _latencies(context: ServerContext) -> Iterator[Family]:
                  _one(recorder.request_time))
 
 
-def _tokens(context: ServerContext) -> Iterator[Family]:
-    recorder = context.engine.recorder
+def _tokens(recorder: Recorder) -> Iterator[Family]:
     yield Family("ingot_prompt_tokens_total", "counter", "Tokens of prompts, once for each of their answers",
                  _one(recorder.prompt_tokens))
     yield Family("ingot_prompt_tokens_cached_total", "counter", "Those of them whose KV was in the cache",
@@ -95,8 +100,7 @@ def _tokens(context: ServerContext) -> Iterator[Family]:
                  _one(recorder.computed_tokens))
 
 
-def _kv_cache(context: ServerContext) -> Iterator[Family]:
-    stats, kv = context.engine.stats(), context.engine.kv_stats
+def _kv_cache(stats: EngineStats, kv: KvStats) -> Iterator[Family]:
     yield Family("ingot_prefix_cache_queries_total", "counter", "Prompt tokens looked up, once, at admission",
                  _one(kv.queried_tokens))
     yield Family("ingot_prefix_cache_hits_total", "counter", "Those of them that were found", _one(kv.hit_tokens))
@@ -123,8 +127,7 @@ def _kv_cache(context: ServerContext) -> Iterator[Family]:
                  _one(kv.onboarded_blocks))
 
 
-def _steps(context: ServerContext) -> Iterator[Family]:
-    recorder = context.engine.recorder
+def _steps(recorder: Recorder) -> Iterator[Family]:
     yield Family("ingot_steps_total", "counter", "Steps of the model", _one(recorder.steps))
     yield Family("ingot_step_seconds", "histogram", "Where the time of a step goes, on the host's clock",
                  [({"phase": phase}, histogram) for phase, histogram in recorder.step_phases.items()])

@@ -7,8 +7,8 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -25,15 +25,16 @@ from ..executor.request import (
     Request,
     RequestOutput,
 )
-from ..tokenizer import read_config
 from .context import ServerContext
 from .openai_errors import ApiError, invalid
 from .openai_request import Call, parse_chat, parse_completion, unknown_model
 from .openai_response import DONE, Answer, Envelope, EventWriter, Usage, to_json
-from .token_names import TokenNames
+from .served import ServedEngine
 
 _STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache",
                    "X-Accel-Buffering": "no"}
+ANSWERED_BY = web.RequestKey("answered_by", str)
+"""Of a request that was given to an engine: its hash."""
 _log = logging.getLogger(__name__)
 _REQUEST_ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 
@@ -43,8 +44,6 @@ class OpenAiApi:
 
     def __init__(self, context: ServerContext) -> None:
         self._context = context
-        self._names = TokenNames(context.tokenizer)
-        self._defaults = _sampling_defaults(read_config(context.file).get("generation", {}))
         self._created = int(time.time())
 
     def routes(self) -> list[web.RouteDef]:
@@ -52,52 +51,64 @@ class OpenAiApi:
                 web.post("/v1/completions", self.completions), web.post("/v1/chat/completions", self.chat)]
 
     async def models(self, request: web.Request) -> web.Response:
-        return _json_response({"object": "list", "data": [self._entry()]})
+        with self._engine(request) as engine:
+            return _json_response({"object": "list", "data": [self._entry(engine)]})
 
     async def model(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
         if name != self._context.model_name:
             raise unknown_model(name, self._context.model_name)
-        return _json_response(self._entry())
+        with self._engine(request) as engine:
+            return _json_response(self._entry(engine))
 
-    def _entry(self) -> dict[str, Any]:
+    def _entry(self, engine: ServedEngine) -> dict[str, Any]:
         """As OpenAI tells a model; max_model_len as vLLM does; engine: what only Ingot has."""
-        context = self._context
-        manifest = context.file.manifest
-        return {"id": context.model_name, "object": "model", "created": self._created, "owned_by": "ingot",
-                "max_model_len": context.limits.max_seq_len,
-                "engine": {"hash": context.file.hash, "target": manifest["target"]["name"],
-                           "precision": manifest["precision"], "vocab_size": context.vocab_size,
-                           "kv_block_size": context.engine.stats().block_size, **dict(context.settings.scheduling)}}
+        manifest = engine.file.manifest
+        return {"id": self._context.model_name, "object": "model", "created": self._created, "owned_by": "ingot",
+                "max_model_len": engine.limits.max_seq_len,
+                "engine": {"hash": engine.hash, "target": manifest["target"]["name"],
+                           "precision": manifest["precision"], "vocab_size": engine.vocab_size,
+                           "kv_block_size": engine.engine.stats().block_size, **engine.facts}}
+
+    @contextmanager
+    def _engine(self, request: web.Request) -> Iterator[ServedEngine]:
+        """The engine for a request; the answer's headers tell its hash."""
+        with self._context.use() as engine:
+            request[ANSWERED_BY] = engine.hash
+            yield engine
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        context = self._context
-        call = parse_completion(await request.read(), context.model_name, self._defaults, context.limits.max_seq_len)
-        prompts = [await self._encode(prompt, f"prompt[{index}]" if len(call.prompts) > 1 else "prompt")
-                   for index, prompt in enumerate(call.prompts)]
-        return await self._answer(request, call, prompts)
+        body = await request.read()
+        with self._engine(request) as engine:
+            call = parse_completion(body, self._context.model_name, _sampling_defaults(engine.generation_config),
+                                    engine.limits.max_seq_len)
+            prompts = [await self._encode(engine, prompt, f"prompt[{index}]" if len(call.prompts) > 1 else "prompt")
+                       for index, prompt in enumerate(call.prompts)]
+            return await self._answer(request, engine, call, prompts)
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        context = self._context
-        call = parse_chat(await request.read(), context.model_name, self._defaults, context.limits.max_seq_len)
-        prompt = await self._render(call)
-        if call.fills_room:
-            room = max(1, context.default_len - len(prompt))
-            call = replace(call, params=replace(call.params, max_tokens=room))
-        return await self._answer(request, call, [prompt])
+        body = await request.read()
+        with self._engine(request) as engine:
+            call = parse_chat(body, self._context.model_name, _sampling_defaults(engine.generation_config),
+                              engine.limits.max_seq_len)
+            prompt = await self._render(engine, call)
+            if call.fills_room:
+                room = max(1, engine.default_len - len(prompt))
+                call = replace(call, params=replace(call.params, max_tokens=room))
+            return await self._answer(request, engine, call, [prompt])
 
-    async def _encode(self, prompt: str | list[int], name: str) -> list[int]:
+    async def _encode(self, engine: ServedEngine, prompt: str | list[int], name: str) -> list[int]:
         if isinstance(prompt, list):
             return prompt
-        tokenizer = self._context.tokenizer
+        tokenizer = engine.tokenizer
         if tokenizer is None:
             raise invalid(name, f"{name}: this engine has no tokenizer; give token ids")
         # Long texts take long, and the loop has other requests to serve.
         return await asyncio.to_thread(tokenizer.encode, prompt)
 
-    async def _render(self, call: Call) -> list[int]:
+    async def _render(self, engine: ServedEngine, call: Call) -> list[int]:
         """The token ids of a chat. Templates come with models: they run on a thread of their own."""
-        tokenizer, messages = self._context.tokenizer, call.messages
+        tokenizer, messages = engine.tokenizer, call.messages
         if tokenizer is None or not tokenizer.has_chat_template or messages is None:
             raise invalid("messages", "messages: this engine has no chat template; use /v1/completions with the whole "
                                       "text as prompt", "no_chat_template")
@@ -113,43 +124,46 @@ class OpenAiApi:
         except UnicodeEncodeError:
             raise invalid("messages", "messages: hold half of a surrogate pair, which is no character") from None
 
-    async def _answer(self, http: web.Request, call: Call, prompts: list[list[int]]) -> web.StreamResponse:
+    async def _answer(self, http: web.Request, engine: ServedEngine, call: Call,
+                      prompts: list[list[int]]) -> web.StreamResponse:
         prefix = "chatcmpl" if call.is_chat else "cmpl"
         given = http.headers.get("X-Request-Id", "")
         # The client's own id, to be found in the log; made unique, as a client may send it again.
         parts = [prefix, given, uuid.uuid4().hex[:12]] if _REQUEST_ID.fullmatch(given) else [prefix, uuid.uuid4().hex]
         envelope = Envelope("-".join(parts), int(time.time()), self._context.model_name,
-                            f"ingot-{self._context.file.hash[:12]}", call.is_chat)
+                            f"ingot-{engine.hash[:12]}", call.is_chat)
         async with AsyncExitStack() as stack:
             streams = []
             for number, prompt in enumerate(prompts):
                 request_id = envelope.response_id + (f"-{number}" if len(prompts) > 1 else "")
-                streams.append(await self._start(call, request_id, prompt, number if len(prompts) > 1 else None))
+                streams.append(await self._start(engine, call, request_id, prompt,
+                                                 number if len(prompts) > 1 else None))
                 # Whatever happens from here on, disconnected clients included, no request goes on without a reader.
                 stack.push_async_callback(streams[-1].aclose)
             outputs = await stack.enter_async_context(aclosing(_merged(streams)))
             if call.stream:
-                return await self._stream(http, call, envelope, prompts, outputs)
-            return await self._whole(call, envelope, prompts, outputs)
+                return await self._stream(http, engine, call, envelope, outputs)
+            return await self._whole(engine, call, envelope, prompts, outputs)
 
-    async def _start(self, call: Call, request_id: str, prompt: list[int], number: int | None) -> OutputStream:
+    async def _start(self, engine: ServedEngine, call: Call, request_id: str, prompt: list[int],
+                     number: int | None) -> OutputStream:
         request = Request(request_id, prompt, call.params, call.priority, call.timeout_s, call.cache_salt)
         try:
-            await self._context.engine.prepare(call.params)
-            return self._context.engine.generate(request)
+            await engine.engine.prepare(call.params)
+            return self._context.generate(engine, request)
         except IngotError as error:
             api_error = _api_error(error)
             if api_error.param == "prompt_token_ids":
                 where = "messages" if call.is_chat else "prompt" if number is None else f"prompt[{number}]"
                 api_error.param = where
-                if len(prompt) >= self._context.limits.max_seq_len:
+                if len(prompt) >= engine.limits.max_seq_len:
                     api_error.code = "context_length_exceeded"
             raise api_error from None
 
-    async def _whole(self, call: Call, envelope: Envelope, prompts: list[list[int]],
+    async def _whole(self, engine: ServedEngine, call: Call, envelope: Envelope, prompts: list[list[int]],
                      outputs: AsyncGenerator[tuple[int, RequestOutput], None]) -> web.Response:
         n, usage = call.params.n, Usage()
-        answers = [Answer(self._echoed(call, number), prompt) for number, prompt in enumerate(prompts)
+        answers = [Answer(_echoed(engine, call, number), prompt) for number, prompt in enumerate(prompts)
                    for _ in range(n)]
         prompt_logprobs: dict[int, Sequence[Any]] = {}
         async for number, output in outputs:
@@ -161,21 +175,13 @@ class OpenAiApi:
                 usage.add(output)
         if call.no_answer:
             usage.completion_tokens = 0
-        choices = [answer.choice(index, call, prompt_logprobs.get(index // n), self._names)
+        choices = [answer.choice(index, call, prompt_logprobs.get(index // n), engine.token_names)
                    for index, answer in enumerate(answers)]
         return _json_response({**envelope.head(in_stream=False), "choices": choices, "usage": usage.to_json()})
 
-    def _echoed(self, call: Call, number: int) -> str | None:
-        if not call.echo:
-            return None
-        prompt, tokenizer = call.prompts[number], self._context.tokenizer
-        if isinstance(prompt, str):
-            return prompt
-        return "" if tokenizer is None else tokenizer.decode(prompt, skip_special_tokens=False)
-
-    async def _stream(self, http: web.Request, call: Call, envelope: Envelope, prompts: list[list[int]],
+    async def _stream(self, http: web.Request, engine: ServedEngine, call: Call, envelope: Envelope,
                       outputs: AsyncGenerator[tuple[int, RequestOutput], None]) -> web.StreamResponse:
-        n, usage, writer = call.params.n, Usage(), EventWriter(call, envelope, self._names)
+        n, usage, writer = call.params.n, Usage(), EventWriter(call, envelope, engine.token_names)
         begun: set[int] = set()
         response = web.StreamResponse(headers=_STREAM_HEADERS)
         try:
@@ -213,7 +219,16 @@ class OpenAiApi:
         return response
 
 
-def _sampling_defaults(generation: dict[str, Any]) -> dict[str, Any]:
+def _echoed(engine: ServedEngine, call: Call, number: int) -> str | None:
+    if not call.echo:
+        return None
+    prompt = call.prompts[number]
+    if isinstance(prompt, str):
+        return prompt
+    return "" if engine.tokenizer is None else engine.tokenizer.decode(prompt, skip_special_tokens=False)
+
+
+def _sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
     """What a request gets that says nothing: the model's own recommendation, else OpenAI's values."""
     if generation.get("do_sample") is False:
         return {"temperature": 0.0}

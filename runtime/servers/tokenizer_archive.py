@@ -6,8 +6,8 @@ import hashlib
 import io
 import json
 import zipfile
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from smg_grpc_proto.generated import common_pb2
 
@@ -16,16 +16,18 @@ from ..tokenizer import CHAT_TEMPLATE, TOKENIZER, read_config
 from .grpc_errors import Unsupported
 
 if TYPE_CHECKING:
-    from .context import ServerContext
     from .rpc import Call
 
 _CHUNK_BYTES = 64 << 10
 _TIMESTAMP = (1980, 1, 1, 0, 0, 0)  # the same engine gives the same archive, whenever it is made
 
 
-async def send_tokenizer(context: ServerContext, call: Call) -> None:
+_archives: WeakKeyDictionary[EngineFile, bytes] = WeakKeyDictionary()
+
+
+async def send_tokenizer(file: EngineFile, call: Call) -> None:
     """Writes GetTokenizerChunks; the last one tells the archive's SHA-256. Raises Unsupported."""
-    data = tokenizer_archive(context.file)
+    data = tokenizer_archive(file)
     if not data:
         raise Unsupported("GetTokenizer", "this engine has no tokenizer; it takes token ids")
     digest = hashlib.sha256(data).hexdigest()
@@ -35,15 +37,20 @@ async def send_tokenizer(context: ServerContext, call: Call) -> None:
                                                       sha256=digest if is_last else ""))
 
 
-@lru_cache(maxsize=1)  # a process serves one engine
 def tokenizer_archive(file: EngineFile) -> bytes:
     """The archive; empty if the engine has no tokenizer."""
-    if TOKENIZER not in file.members:
+    if file not in _archives:
+        _archives[file] = _archive(file)
+    return _archives[file]
+
+
+def _archive(file: EngineFile) -> bytes:
+    if TOKENIZER not in file.sizes:
         return b""
     config = read_config(file)
     special = dict(config.get("special_tokens", {}))
     files = {"tokenizer.json": file.read(TOKENIZER)}
-    if CHAT_TEMPLATE in file.members:
+    if CHAT_TEMPLATE in file.sizes:
         template = file.read(CHAT_TEMPLATE)
         files["chat_template.jinja"] = template
         special["chat_template"] = template.decode()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from smg_grpc_proto import trtllm_service_pb2 as pb
 
 from ..sampling import MAX_BAD_WORDS, Guide, SamplingParams
-from .generation import begin, raise_if_failed, sampling_params, token_ids
+from .generation import begin, engine_for, raise_if_failed, sampling_params, tell_engine, token_ids
 from .grpc_errors import InvalidField, Unsupported
 from .kv_events import KvEventRelay, serve_kv_events
 from .retention import parse_retention
@@ -63,16 +63,18 @@ class TrtllmService:
 
     async def Generate(self, request: pb.GenerateRequest, call: Call) -> None:
         _refuse_unsupported(request)
-        params = _sampling_params(request, self._context.vocab_size)
-        retention = parse_retention(request.kv_cache_retention, "kv_cache_retention")
-        salt = request.cache_salt_id if request.HasField("cache_salt_id") else None
-        prompt = token_ids(request.tokenized.input_token_ids, self._context.limits.max_seq_len)
-        stream = await begin(self._context, call, request.request_id, prompt, params, NAMES, cache_salt=salt,
-                             wants_text=False, **retention._asdict())
-        try:
-            await self._answer(request, stream, call)
-        finally:
-            await stream.aclose()
+        with engine_for(self._context, call) as engine:
+            params = _sampling_params(request, engine.vocab_size)
+            retention = parse_retention(request.kv_cache_retention, "kv_cache_retention")
+            salt = request.cache_salt_id if request.HasField("cache_salt_id") else None
+            prompt = token_ids(request.tokenized.input_token_ids, engine.limits.max_seq_len)
+            stream = await begin(self._context, engine, call, request.request_id, prompt, params, NAMES,
+                                 cache_salt=salt, wants_text=False, **retention._asdict())
+            try:
+                await tell_engine(call, engine)
+                await self._answer(request, stream, call)
+            finally:
+                await stream.aclose()
 
     async def _answer(self, request: pb.GenerateRequest, stream: OutputStream, call: Call) -> None:
         """A chunk an output if streaming; then each answer as a whole, when it ends."""
@@ -100,27 +102,27 @@ class TrtllmService:
                 await call.write(pb.GenerateResponse(request_id=request_id, complete=answer))
 
     async def HealthCheck(self, request: Message, call: Call) -> pb.HealthCheckResponse:
-        health = self._context.engine.health
+        health = self._context.health
         return pb.HealthCheckResponse(status="OK" if health == "serving" else f"the engine is {health}")
 
     async def Abort(self, request: pb.AbortRequest, call: Call) -> pb.AbortResponse:
-        if self._context.engine.cancel(request.request_id):
+        if self._context.cancel(request.request_id):
             return pb.AbortResponse(success=True, message="cancelled")
         return pb.AbortResponse(message=f"no request {request.request_id!r} runs or waits")
 
     async def GetModelInfo(self, request: Message, call: Call) -> pb.GetModelInfoResponse:
-        context = self._context
+        engine = self._context.current
         return pb.GetModelInfoResponse(
-            model_id=context.model_name, max_input_len=context.limits.max_seq_len - 1,
-            max_seq_len=context.limits.max_seq_len, max_batch_size=context.limits.max_batch_size,
-            vocab_size=context.vocab_size, supported_features=["guided_decoding", "kv_cache_retention", "cache_salt"])
+            model_id=self._context.model_name, max_input_len=engine.limits.max_seq_len - 1,
+            max_seq_len=engine.limits.max_seq_len, max_batch_size=engine.limits.max_batch_size,
+            vocab_size=engine.vocab_size, supported_features=["guided_decoding", "kv_cache_retention", "cache_salt"])
 
     async def GetServerInfo(self, request: Message, call: Call) -> pb.GetServerInfoResponse:
         return pb.GetServerInfoResponse(version=runtime_version(), backend="ingot", tensor_parallel_size=1,
                                         pipeline_parallel_size=1, context_parallel_size=1, world_size=1)
 
     async def GetTokenizer(self, request: Message, call: Call) -> None:
-        await send_tokenizer(self._context, call)
+        await send_tokenizer(self._context.current.file, call)
 
     async def SubscribeKvEvents(self, request: Any, call: Call) -> None:
         await serve_kv_events(self._relay, request, call)

@@ -14,7 +14,7 @@ from smg_grpc_proto.generated import common_pb2
 
 from ..sampling import Guide, SamplingParams
 from ..tokenizer import read_config
-from .generation import begin, encode, raise_if_failed, sampling_params, token_ids
+from .generation import begin, encode, engine_for, raise_if_failed, sampling_params, tell_engine, token_ids
 from .grpc_errors import InvalidField, Unsupported
 from .kv_events import KvEventRelay, serve_kv_events
 from .loads import Throughput
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ..executor.request import RequestOutput, TokenLogprobs
     from .context import ServerContext
     from .rpc import Call
+    from .served import ServedEngine
 
 SERVICE = pb.DESCRIPTOR.services_by_name["VllmEngine"]
 ENDLESS = ("SubscribeKvEvents",)
@@ -51,25 +52,28 @@ class VllmEngine:
         self._relay = relay
         self._begin = time.monotonic()
         self._last_request = 0.0
-        self._throughput = Throughput(lambda: context.engine.recorder.generated_tokens)
+        self._throughput = Throughput(lambda: context.totals().recorder.generated_tokens)
 
     async def Generate(self, request: pb.GenerateRequest, call: Call) -> None:
         self._last_request = time.time()
         _refuse_unsupported(request)
-        prompt = await self._prompt(request)
-        params = _sampling_params(request.sampling_params, self._context.default_len - len(prompt))
-        names = {**NAMES, "guide": f"sampling_params.{request.sampling_params.WhichOneof('constraint')}"}
-        stream = await begin(self._context, call, request.request_id, prompt, params, names, wants_text=False)
-        try:
-            await self._answer(request, prompt, stream, call)
-        finally:
-            await stream.aclose()
+        with engine_for(self._context, call) as engine:
+            prompt = await self._prompt(request, engine)
+            params = _sampling_params(request.sampling_params, engine.default_len - len(prompt))
+            names = {**NAMES, "guide": f"sampling_params.{request.sampling_params.WhichOneof('constraint')}"}
+            stream = await begin(self._context, engine, call, request.request_id, prompt, params, names,
+                                 wants_text=False)
+            try:
+                await tell_engine(call, engine)
+                await self._answer(request, prompt, stream, call)
+            finally:
+                await stream.aclose()
 
-    async def _prompt(self, request: pb.GenerateRequest) -> Sequence[int]:
-        params, longest = request.sampling_params, self._context.limits.max_seq_len
+    async def _prompt(self, request: pb.GenerateRequest, engine: ServedEngine) -> Sequence[int]:
+        params, longest = request.sampling_params, engine.limits.max_seq_len
         prompt: Sequence[int] = request.tokenized.input_ids
         if request.WhichOneof("input") == "text":
-            prompt = await encode(self._context, request.text, "text")
+            prompt = await encode(engine, request.text, "text")
         if params.HasField("truncate_prompt_tokens"):
             kept = longest - 1 if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
             if kept < 1:
@@ -105,12 +109,12 @@ class VllmEngine:
                 await call.write(pb.GenerateResponse(complete=answer))
 
     async def HealthCheck(self, request: Message, call: Call) -> pb.HealthCheckResponse:
-        health = self._context.engine.health
+        health = self._context.health
         return pb.HealthCheckResponse(healthy=health == "serving", message=f"the engine is {health}")
 
     async def Abort(self, request: pb.AbortRequest, call: Call) -> pb.AbortResponse:
         for request_id in request.request_ids:
-            self._context.engine.cancel(request_id)
+            self._context.cancel(request_id)
         return pb.AbortResponse()
 
     async def FlushCache(self, request: common_pb2.FlushCacheRequest,
@@ -118,25 +122,26 @@ class VllmEngine:
         if not 0 <= request.timeout_s < float("inf"):
             raise InvalidField("timeout_s", f"is {request.timeout_s}; expected seconds, 0 or more")
         end = time.monotonic() + request.timeout_s
-        while not await self._context.engine.flush_cache():
+        while not await self._context.current.engine.flush_cache():
             if time.monotonic() >= end:
                 return common_pb2.FlushCacheResponse(message="requests hold KV blocks; nothing was flushed")
             await asyncio.sleep(_FLUSH_POLL_S)
         return common_pb2.FlushCacheResponse(success=True, message="flushed")
 
     async def GetModelInfo(self, request: Message, call: Call) -> pb.GetModelInfoResponse:
-        context, config = self._context, read_config(self._context.file)
-        max_len, defaults = context.limits.max_seq_len, config.get("generation", {})
+        name, engine = self._context.model_name, self._context.current
+        config = read_config(engine.file)
+        max_len, defaults = engine.limits.max_seq_len, config.get("generation", {})
         return pb.GetModelInfoResponse(
-            model_path=context.model_name, served_model_name=context.model_name, is_generation=True,
-            max_context_length=max_len, max_req_input_len=max_len - 1, vocab_size=context.vocab_size,
-            architectures=[context.file.manifest["model"]["architecture"]],
-            eos_token_ids=sorted(context.stop_token_ids), bos_token_id=config.get("bos_token_id") or 0,
+            model_path=name, served_model_name=name, is_generation=True,
+            max_context_length=max_len, max_req_input_len=max_len - 1, vocab_size=engine.vocab_size,
+            architectures=[engine.file.manifest["model"]["architecture"]],
+            eos_token_ids=sorted(engine.stop_token_ids), bos_token_id=config.get("bos_token_id") or 0,
             default_sampling_params_json=json.dumps(defaults, separators=(",", ":")) if defaults else "")
 
     async def GetServerInfo(self, request: Message, call: Call) -> pb.GetServerInfoResponse:
         context = self._context
-        stats, manifest = context.engine.stats(), context.file.manifest
+        stats, manifest = context.stats(), context.current.file.manifest
         return pb.GetServerInfoResponse(
             active_requests=stats.num_running + stats.num_waiting + stats.num_paused,
             is_paused=stats.health != "serving", last_receive_timestamp=self._last_request,
@@ -148,7 +153,7 @@ class VllmEngine:
     async def GetLoads(self, request: pb.GetLoadsRequest, call: Call) -> pb.GetLoadsResponse:
         if request.dp_rank:
             raise InvalidField("dp_rank", f"is {request.dp_rank}; this engine has rank 0 only")
-        stats, kv = self._context.engine.stats(), self._context.engine.kv_stats
+        stats, kv = self._context.stats(), self._context.totals().kv
         load = pb.SchedulerLoad(
             num_running_reqs=stats.num_running, num_waiting_reqs=stats.num_waiting + stats.num_paused,
             num_total_reqs=stats.num_running + stats.num_waiting + stats.num_paused,
@@ -161,7 +166,7 @@ class VllmEngine:
                                    dp_rank_count=1, loads=[load])
 
     async def GetTokenizer(self, request: Message, call: Call) -> None:
-        await send_tokenizer(self._context, call)
+        await send_tokenizer(self._context.current.file, call)
 
     async def SubscribeKvEvents(self, request: Any, call: Call) -> None:
         await serve_kv_events(self._relay, request, call)

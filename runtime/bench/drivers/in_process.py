@@ -5,12 +5,12 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing, asynccontextmanager
 
 from ...errors import IngotError
-from ...executor.async_engine import AsyncEngine
 from ...executor.loading import EngineOptions, LoadedEngine
 from ...executor.request import Draining, EngineFailed, QueueFull, Request
 from ...sampling import SamplingParams
 from ...servers.context import ServerContext, ServerSettings
 from ...servers.metrics_text import render
+from ...servers.served import ServedEngine
 from .driver import CallFailed, Delivery, Facts, Refused
 
 
@@ -19,21 +19,21 @@ class InProcessDriver:
         self._context = context
 
     async def facts(self) -> Facts:
-        context = self._context
-        manifest = context.file.manifest
-        settings = {"target": manifest["target"]["name"], "precision": manifest["precision"],
-                    **dict(context.settings.scheduling)}
-        return Facts("in process", context.model_name, context.file.hash, context.vocab_size,
-                     context.limits.max_seq_len, context.engine.stats().block_size, settings)
+        engine = self._context.current
+        manifest = engine.file.manifest
+        settings = {"target": manifest["target"]["name"], "precision": manifest["precision"], **engine.facts}
+        return Facts("in process", self._context.model_name, engine.hash, engine.vocab_size,
+                     engine.limits.max_seq_len, engine.engine.stats().block_size, settings)
 
     async def generate(self, request_id: str, prompt: list[int] | str,
                        output_tokens: int) -> AsyncGenerator[Delivery, None]:
         if isinstance(prompt, str):
-            if self._context.tokenizer is None:
+            tokenizer = self._context.current.tokenizer
+            if tokenizer is None:
                 raise CallFailed("the engine has no tokenizer: the data set must hold input_ids")
-            prompt = await asyncio.to_thread(self._context.tokenizer.encode, prompt)
+            prompt = await asyncio.to_thread(tokenizer.encode, prompt)
         try:
-            stream = self._context.engine.generate(
+            stream = self._context.current.engine.generate(
                 Request(request_id, prompt, SamplingParams(max_tokens=output_tokens, ignore_eos=True)))
         except (QueueFull, Draining, EngineFailed) as error:
             raise Refused(f"{type(error).__name__}: {error}") from None
@@ -57,7 +57,5 @@ class InProcessDriver:
 async def in_process(path: str, options: EngineOptions) -> AsyncGenerator[InProcessDriver, None]:
     """The engine at `path`, loaded for as long as it is measured. Raises as LoadedEngine does."""
     with LoadedEngine(path, options) as loaded:
-        context = ServerContext(AsyncEngine(loaded.executor), loaded.file, loaded.tokenizer, loaded.limits,
-                                loaded.vocab_size, loaded.stop_token_ids, loaded.file.manifest["model"]["name"],
-                                ServerSettings(scheduling=tuple(loaded.facts().items())))
-        yield InProcessDriver(context)
+        name = loaded.file.manifest["model"]["name"]
+        yield InProcessDriver(ServerContext(ServedEngine.of(loaded), name, ServerSettings()))

@@ -2,7 +2,7 @@ from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Mapping as _Mapping
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
@@ -194,3 +194,114 @@ class Duration(_message.Message):
     count: int
     total_s: float
     def __init__(self, count: _Optional[int] = ..., total_s: _Optional[float] = ...) -> None: ...
+
+class LoadEngineRequest(_message.Message):
+    __slots__ = ("engine", "options")
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    engine: str
+    options: LoadOptions
+    def __init__(self, engine: _Optional[str] = ..., options: _Optional[_Union[LoadOptions, _Mapping]] = ...) -> None: ...
+
+class RollbackEngineRequest(_message.Message):
+    __slots__ = ("steps", "options")
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    steps: int
+    options: LoadOptions
+    def __init__(self, steps: _Optional[int] = ..., options: _Optional[_Union[LoadOptions, _Mapping]] = ...) -> None: ...
+
+class LoadOptions(_message.Message):
+    __slots__ = ("if_serving", "kv_cache_tokens", "host_kv_tokens", "allow_other_tokenizer")
+    IF_SERVING_FIELD_NUMBER: _ClassVar[int]
+    KV_CACHE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HOST_KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ALLOW_OTHER_TOKENIZER_FIELD_NUMBER: _ClassVar[int]
+    if_serving: str
+    kv_cache_tokens: int
+    host_kv_tokens: int
+    allow_other_tokenizer: bool
+    def __init__(self, if_serving: _Optional[str] = ..., kv_cache_tokens: _Optional[int] = ..., host_kv_tokens: _Optional[int] = ..., allow_other_tokenizer: bool = ...) -> None: ...
+
+class LoadEngineResponse(_message.Message):
+    __slots__ = ("hash_before", "hash", "trial", "wait_s", "load_s", "trial_s", "kv_cache_tokens", "wanted_kv_tokens", "num_finishing")
+    class Trial(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        TRIAL_UNSPECIFIED: _ClassVar[LoadEngineResponse.Trial]
+        TRIAL_NONE: _ClassVar[LoadEngineResponse.Trial]
+        TRIAL_RECORDED: _ClassVar[LoadEngineResponse.Trial]
+        TRIAL_SMOKE: _ClassVar[LoadEngineResponse.Trial]
+        TRIAL_RETURNED: _ClassVar[LoadEngineResponse.Trial]
+    TRIAL_UNSPECIFIED: LoadEngineResponse.Trial
+    TRIAL_NONE: LoadEngineResponse.Trial
+    TRIAL_RECORDED: LoadEngineResponse.Trial
+    TRIAL_SMOKE: LoadEngineResponse.Trial
+    TRIAL_RETURNED: LoadEngineResponse.Trial
+    HASH_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    HASH_FIELD_NUMBER: _ClassVar[int]
+    TRIAL_FIELD_NUMBER: _ClassVar[int]
+    WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    LOAD_S_FIELD_NUMBER: _ClassVar[int]
+    TRIAL_S_FIELD_NUMBER: _ClassVar[int]
+    KV_CACHE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WANTED_KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FINISHING_FIELD_NUMBER: _ClassVar[int]
+    hash_before: str
+    hash: str
+    trial: LoadEngineResponse.Trial
+    wait_s: float
+    load_s: float
+    trial_s: float
+    kv_cache_tokens: int
+    wanted_kv_tokens: int
+    num_finishing: int
+    def __init__(self, hash_before: _Optional[str] = ..., hash: _Optional[str] = ..., trial: _Optional[_Union[LoadEngineResponse.Trial, str]] = ..., wait_s: _Optional[float] = ..., load_s: _Optional[float] = ..., trial_s: _Optional[float] = ..., kv_cache_tokens: _Optional[int] = ..., wanted_kv_tokens: _Optional[int] = ..., num_finishing: _Optional[int] = ...) -> None: ...
+
+class GetSwapStatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SwapStatus(_message.Message):
+    __slots__ = ("engines", "phase", "loading", "history", "results", "last_error")
+    class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        PHASE_IDLE: _ClassVar[SwapStatus.Phase]
+        PHASE_CHECKING: _ClassVar[SwapStatus.Phase]
+        PHASE_LOADING: _ClassVar[SwapStatus.Phase]
+    PHASE_IDLE: SwapStatus.Phase
+    PHASE_CHECKING: SwapStatus.Phase
+    PHASE_LOADING: SwapStatus.Phase
+    class ResultsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    LOADING_FIELD_NUMBER: _ClassVar[int]
+    HISTORY_FIELD_NUMBER: _ClassVar[int]
+    RESULTS_FIELD_NUMBER: _ClassVar[int]
+    LAST_ERROR_FIELD_NUMBER: _ClassVar[int]
+    engines: _containers.RepeatedCompositeFieldContainer[LoadedEngine]
+    phase: SwapStatus.Phase
+    loading: str
+    history: _containers.RepeatedScalarFieldContainer[str]
+    results: _containers.ScalarMap[str, int]
+    last_error: str
+    def __init__(self, engines: _Optional[_Iterable[_Union[LoadedEngine, _Mapping]]] = ..., phase: _Optional[_Union[SwapStatus.Phase, str]] = ..., loading: _Optional[str] = ..., history: _Optional[_Iterable[str]] = ..., results: _Optional[_Mapping[str, int]] = ..., last_error: _Optional[str] = ...) -> None: ...
+
+class LoadedEngine(_message.Message):
+    __slots__ = ("hash", "target", "precision", "num_requests", "kv_cache_tokens")
+    HASH_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    PRECISION_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    KV_CACHE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    hash: str
+    target: str
+    precision: str
+    num_requests: int
+    kv_cache_tokens: int
+    def __init__(self, hash: _Optional[str] = ..., target: _Optional[str] = ..., precision: _Optional[str] = ..., num_requests: _Optional[int] = ..., kv_cache_tokens: _Optional[int] = ...) -> None: ...

@@ -54,6 +54,21 @@ class ControlStub(object):
                 request_serializer=ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.GetMetricsRequest.SerializeToString,
                 response_deserializer=ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.Metrics.FromString,
                 _registered_method=True)
+        self.LoadEngine = channel.unary_unary(
+                '/ingot.v1.Control/LoadEngine',
+                request_serializer=ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.LoadEngineRequest.SerializeToString,
+                response_deserializer=ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.LoadEngineResponse.FromString,
+                _registered_method=True)
+        self.RollbackEngine = channel.unary_unary(
+                '/ingot.v1.Control/RollbackEngine',
+                request_serializer=ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.RollbackEngineRequest.SerializeToString,
+                response_deserializer=ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.LoadEngineResponse.FromString,
+                _registered_method=True)
+        self.GetSwapStatus = channel.unary_unary(
+                '/ingot.v1.Control/GetSwapStatus',
+                request_serializer=ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.GetSwapStatusRequest.SerializeToString,
+                response_deserializer=ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.SwapStatus.FromString,
+                _registered_method=True)
 
 
 class ControlServicer(object):
@@ -88,6 +103,30 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadEngine(self, request, context):
+        """Another engine of the server's store is loaded beside the current one, tried out, and takes over: new requests go to
+        it, running ones end where they are. Returns when it has taken over. If it cannot be loaded, is not allowed, or
+        answers wrongly, the current one stays. Several calls take their turns; one that has begun goes on if its caller
+        leaves.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RollbackEngine(self, request, context):
+        """The same for the engine that this server had before the current one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetSwapStatus(self, request, context):
+        """The engines that the server has, and what it does with another one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -110,6 +149,21 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.GetMetrics,
                     request_deserializer=ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.GetMetricsRequest.FromString,
                     response_serializer=ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.Metrics.SerializeToString,
+            ),
+            'LoadEngine': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadEngine,
+                    request_deserializer=ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.LoadEngineRequest.FromString,
+                    response_serializer=ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.LoadEngineResponse.SerializeToString,
+            ),
+            'RollbackEngine': grpc.unary_unary_rpc_method_handler(
+                    servicer.RollbackEngine,
+                    request_deserializer=ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.RollbackEngineRequest.FromString,
+                    response_serializer=ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.LoadEngineResponse.SerializeToString,
+            ),
+            'GetSwapStatus': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetSwapStatus,
+                    request_deserializer=ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.GetSwapStatusRequest.FromString,
+                    response_serializer=ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.SwapStatus.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -220,6 +274,87 @@ class Control(object):
             '/ingot.v1.Control/GetMetrics',
             ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.GetMetricsRequest.SerializeToString,
             ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.Metrics.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadEngine(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ingot.v1.Control/LoadEngine',
+            ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.LoadEngineRequest.SerializeToString,
+            ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.LoadEngineResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RollbackEngine(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ingot.v1.Control/RollbackEngine',
+            ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.RollbackEngineRequest.SerializeToString,
+            ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.LoadEngineResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetSwapStatus(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ingot.v1.Control/GetSwapStatus',
+            ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.GetSwapStatusRequest.SerializeToString,
+            ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.SwapStatus.FromString,
             options,
             channel_credentials,
             insecure,

@@ -22,6 +22,7 @@ from ingot.runtime.scheduler import SchedulerSettings
 from ingot.runtime.servers import grpc_server
 from ingot.runtime.servers.context import ServerContext, ServerSettings
 from ingot.runtime.servers.grpc_server import GrpcServer
+from ingot.runtime.servers.served import ServedEngine
 from ingot.runtime.tokenizer import Tokenizer
 from tests.runtime.mock_engine import EOS, TEMPLATE, VOCAB_SIZE, tokenizer_json, write_engine
 
@@ -78,8 +79,9 @@ def replica(folder: Path, *, settings: ServerSettings = ServerSettings(), limits
         return asyncio.run_coroutine_threadsafe(coroutine, loop).result(30)
 
     async def start(file: EngineFile) -> tuple[ServerContext, GrpcServer]:
-        context = ServerContext(AsyncEngine(executor), file, tokenizer() if with_tokenizer else None, limits,
-                                VOCAB_SIZE, frozenset({EOS}), MODEL, settings)
+        engine = ServedEngine(AsyncEngine(executor), file, tokenizer() if with_tokenizer else None, limits, VOCAB_SIZE,
+                              frozenset({EOS}))
+        context = ServerContext(engine, MODEL, settings)
         return context, await grpc_server.start(context, "127.0.0.1:0")
 
     try:

@@ -21,6 +21,7 @@ from ingot.runtime.program import Limits
 from ingot.runtime.sampling import SamplingParams
 from ingot.runtime.servers import http_server
 from ingot.runtime.servers.context import ServerContext, ServerSettings
+from ingot.runtime.servers.served import ServedEngine
 from ingot.runtime.tokenizer import Tokenizer
 from tests.runtime.mock_engine import TEMPLATE, VOCAB_SIZE, tokenizer_json, write_engine
 
@@ -156,7 +157,6 @@ async def start_at(folder: Path, runner: ScriptedRunner, address: str,
     path = folder / "scripted.engine"
     if not path.exists():
         write_engine(path, b"no code")
-    with EngineFile.open(path) as file:
-        context = ServerContext(AsyncEngine(runner), file, tokenizer() if with_tokenizer else None, LIMITS,
-                                VOCAB_SIZE, frozenset(), "mock", settings)
-        return await http_server.start(context, address)
+    engine = ServedEngine(AsyncEngine(runner), EngineFile.open(path), tokenizer() if with_tokenizer else None, LIMITS,
+                          VOCAB_SIZE, frozenset())
+    return await http_server.start(ServerContext(engine, "mock", settings), address)

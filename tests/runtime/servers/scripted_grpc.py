@@ -11,6 +11,7 @@ from ingot.runtime.engine_file import EngineFile
 from ingot.runtime.executor.async_engine import AsyncEngine
 from ingot.runtime.servers import grpc_server
 from ingot.runtime.servers.context import ServerContext, ServerSettings
+from ingot.runtime.servers.served import ServedEngine
 from tests.runtime.mock_engine import VOCAB_SIZE, write_engine
 from tests.runtime.servers.scripted_engine import LIMITS, ScriptedRunner, tokenizer
 
@@ -29,8 +30,8 @@ def scripted(folder: Path, runner: ScriptedRunner) -> Iterator[str]:
         return asyncio.run_coroutine_threadsafe(coroutine, loop).result(30)
 
     async def start(file: EngineFile) -> grpc_server.GrpcServer:
-        context = ServerContext(AsyncEngine(runner), file, tokenizer(), LIMITS, VOCAB_SIZE, frozenset(), "mock",
-                                ServerSettings())
+        engine = ServedEngine(AsyncEngine(runner), file, tokenizer(), LIMITS, VOCAB_SIZE, frozenset())
+        context = ServerContext(engine, "mock", ServerSettings())
         return await grpc_server.start(context, "127.0.0.1:0")
 
     with EngineFile.open(path) as file:

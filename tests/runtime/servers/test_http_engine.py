@@ -14,11 +14,11 @@ import pytest
 
 from ingot.compiler.build import BuildRequest, build
 from ingot.runtime.engine import Engine
-from ingot.runtime.executor.async_engine import AsyncEngine
 from ingot.runtime.executor.loading import EngineOptions, LoadedEngine
 from ingot.runtime.sampling import SamplingParams
 from ingot.runtime.servers import http_server
 from ingot.runtime.servers.context import ServerContext, ServerSettings
+from ingot.runtime.servers.served import ServedEngine
 from tests.runtime.mock_engine import TEMPLATE
 from tests.runtime.servers.scripted_engine import running
 from tests.runtime.servers.test_metrics_text import page, samples
@@ -28,9 +28,7 @@ from tests.runtime.servers.test_metrics_text import page, samples
 def serving(path: Path, options: EngineOptions) -> Iterator[tuple[str, LoadedEngine]]:
     with LoadedEngine(path, options) as loaded:
         async def start() -> http_server.HttpServer:
-            context = ServerContext(AsyncEngine(loaded.executor), loaded.file, loaded.tokenizer, loaded.limits,
-                                    loaded.vocab_size, loaded.stop_token_ids, "tiny", ServerSettings(),
-                                    loaded.kv.longest(loaded.limits.max_seq_len))
+            context = ServerContext(ServedEngine.of(loaded), "tiny", ServerSettings())
             return await http_server.start(context, "127.0.0.1:0")
 
         with running(start) as address:
