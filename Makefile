@@ -21,7 +21,7 @@ PROMPT := Write one paragraph about the sea.
 $(STAMP): pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.version_info >= (3, 11) or sys.exit("Ingot needs Python 3.11 or newer, $(PYTHON) is " + v + ". Choose another one: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install $(PIP_ARGS) --disable-pip-version-check -c constraints.txt -e '.[build,serve,store,bench,test]'
+	$(BIN)/python -m pip install $(PIP_ARGS) --disable-pip-version-check -c constraints.txt -e '.[build,cuda,serve,store,bench,test]'
 	@touch $@
 
 # What compiles the kernels of GPU targets (extra gpu). CUDA builds of torch ask for a Triton of another version, for

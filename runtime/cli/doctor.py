@@ -22,6 +22,8 @@ RUNTIME_PACKAGES = ("numpy", "tokenizers", "jinja2")
 COMPILER_PACKAGES = ("torch", "transformers", "safetensors", "gguf", "pyyaml", "ziglang")
 # What kernels make use of, of the many flags that a CPU has.
 TELLING_FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "asimddp", "sve")
+TRITON = "3.9.0"
+TRITON_INSTALL = f"pip install --no-deps triton=={TRITON}"
 LEAST_DISK_BYTES = 2_000_000_000
 
 
@@ -106,6 +108,30 @@ def _c_compiler() -> Check:
                  f"({time.perf_counter() - begin:.1f} s)")
 
 
+def _gpu_compiler() -> Check:
+    try:
+        found = version("triton")
+    except PackageNotFoundError:
+        return Check("gpu compiler", "warn", f"cannot build engines for GPUs: missing triton; {TRITON_INSTALL}")
+    if found != TRITON:
+        return Check("gpu compiler", "warn", f"kernels are for triton {TRITON}, this is {found}; {TRITON_INSTALL}")
+    return Check("gpu compiler", "ok", f"triton {found}; needs neither a GPU nor a driver")
+
+
+def _gpu() -> Check:
+    from ..devices.cuda_driver import list_gpus, load_driver
+
+    try:
+        driver = load_driver()
+        version_number = int(driver.call("cuDriverGetVersion"))
+        gpus = list_gpus(driver)
+    except IngotError as error:
+        return Check("gpu", "warn", " ".join(str(error).split()))
+    driver_text = f"driver for CUDA {version_number // 1000}.{version_number % 1000 // 10}"
+    return Check("gpu", "ok", "; ".join([*(
+        f"cuda:{gpu.ordinal} {gpu.name}, {gpu.arch}, {size(gpu.memory_bytes)}" for gpu in gpus), driver_text]))
+
+
 def _cache() -> Check:
     folder = cache_folder()
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
@@ -131,5 +157,6 @@ def _versions(packages: tuple[str, ...]) -> tuple[list[str], list[str]]:
 
 
 CHECKS: tuple[Callable[[], Check], ...] = (
-    _python, _cpu, _cores, _memory, _runtime_packages, _compiler_packages, _c_compiler, _cache, _disk,
+    _python, _cpu, _cores, _memory, _runtime_packages, _compiler_packages, _c_compiler, _gpu_compiler, _gpu, _cache,
+    _disk,
 )

@@ -111,7 +111,7 @@ def load_driver() -> Driver:
     except CudaError as error:
         raise NoGpu(f"the NVIDIA driver does not start: {error}{instead}") from None
     except RuntimeError as error:  # DynamicLibNotFoundError of cuda-pathfinder
-        raise NoGpu(f"this machine has no NVIDIA driver, libcuda.so.1 is not found ({error}).{instead}") from None
+        raise NoGpu(f"this machine has no NVIDIA driver: libcuda.so.1 is not found.{instead}") from error
     return driver
 
 
