@@ -38,17 +38,17 @@ def reference_means(tokens: list[int]) -> np.ndarray:
     return np.cumsum(TABLE[tokens], axis=0) / np.arange(1, len(tokens) + 1, dtype=np.float32)[:, None]
 
 
-def reference_logits(tokens: list[int]) -> np.ndarray:
+def reference_logits(tokens: list[int], head: np.ndarray = HEAD) -> np.ndarray:
     """[T, VOCAB_SIZE], equal to the engine's but for rounding."""
-    return np.asarray(reference_means(tokens) @ HEAD.T)
+    return np.asarray(reference_means(tokens) @ head.T)
 
 
-def reference_greedy(tokens: list[int], count: int) -> list[int]:
+def reference_greedy(tokens: list[int], count: int, head: np.ndarray = HEAD) -> list[int]:
     """The answer to a prompt; shorter than `count` where EOS comes."""
     tokens = list(tokens)
     begin = len(tokens)
     while len(tokens) < begin + count and tokens[-1] != EOS:
-        tokens.append(int(reference_logits(tokens)[-1].argmax()))
+        tokens.append(int(reference_logits(tokens, head)[-1].argmax()))
     return tokens[begin:]
 
 
@@ -137,12 +137,12 @@ def manifest(**changes: Any) -> dict[str, Any]:
 
 
 def write_engine(path: Path, code: bytes, *, edit_plan: Any = None, with_tokenizer: bool = True,
-                 before_finish: Any = None, **changes: Any) -> Path:
+                 before_finish: Any = None, head: np.ndarray = HEAD, **changes: Any) -> Path:
     """edit_plan(plan) changes it in place; before_finish(writer, manifest) adds members; `changes` replace fields of
     the manifest."""
     with EngineWriter(path) as writer:
         blobs = {name: writer.add_weight(data).removeprefix("weights/").removesuffix(".bin")
-                 for name, data in (("table", TABLE), ("head", HEAD))}
+                 for name, data in (("table", TABLE), ("head", head))}
         the_plan = plan(blobs)
         if edit_plan is not None:
             edit_plan(the_plan)
