@@ -5,7 +5,9 @@ A precision is a short list of rules, tried in order; the first that matches a l
 """
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 
 from ingot.plugins.linear.gpu_schemes import GPU_SCHEMES
 from ingot.plugins.scheme import SCHEMES
@@ -29,10 +31,21 @@ class Rule:
 
 
 @dataclass(frozen=True)
+class LayerRule:
+    """pattern  of names of layers, with * and ?: "model.layers.0.*"
+    scheme   as of Rule
+    """
+
+    pattern: str
+    scheme: str
+
+
+@dataclass(frozen=True)
 class Precision:
     """name, the rules for the layers, the default element type of the KV cache, and one line for people.
 
     floats: on GPUs, the type of the values that go from launch to launch
+    layers: the user's own, tried in order before the rules
     """
 
     name: str
@@ -40,9 +53,17 @@ class Precision:
     kv: str
     note: str
     floats: str = "fp32"
+    layers: tuple[LayerRule, ...] = ()
 
     def scheme(self, role: str) -> str:
         return next(rule.scheme for rule in self.rules if rule.matches(role))
+
+    def layer_scheme(self, names: Sequence[str], role: str) -> str:
+        """Of a layer with these names. A pattern with wildcards means no router."""
+        for rule in self.layers:
+            if rule.pattern in names or (role != "router" and any(fnmatchcase(name, rule.pattern) for name in names)):
+                return rule.scheme
+        return self.scheme(role)
 
 
 _ROUTER = Rule("router", "fp32")  # a rounding that swaps two experts costs more than a router's few bytes
@@ -90,6 +111,19 @@ def find_precision(name: str, gpu: Gpu | None = None) -> Precision:
         rules = tuple(Rule(rule.role, rule.scheme.replace("w4a8_fp8", "w4a8_int8")) for rule in precision.rules)
         return replace(precision, rules=rules)
     return precision
+
+
+def with_layers(precision: Precision, layers: Mapping[str, str], gpu: Gpu | None = None) -> Precision:
+    """The precision, but layers that match a pattern get what linear layers have in the precision that is named for it.
+    Of several patterns the most exact decides: a name, then that of more letters besides its wildcards.
+    Raises RequestError for an unknown precision."""
+    def vague(pattern: str) -> tuple[bool, int, str]:
+        literal = pattern.replace("*", "").replace("?", "")
+        return literal != pattern, -len(literal), pattern
+
+    rules = tuple(LayerRule(pattern, find_precision(layers[pattern], gpu).scheme("linear"))
+                  for pattern in sorted(layers, key=vague))
+    return replace(precision, layers=rules)
 
 
 def weight_bits(scheme: str) -> int:

@@ -17,7 +17,9 @@ from .report import Report
 
 # Options that a recipe says itself: option -> its default.
 _OF_ONE_BUILD = {"kv_precision": None, "max_batch_size": None, "max_num_tokens": None, "max_seq_len": None,
-                 "name": None, "dump": None, "compiler": "zig", "calibrate": True}
+                 "name": None, "dump": None, "compiler": "zig", "calibrate": True, "layers": None}
+
+_OPTIONS = {"calibrate": "--no-calibration", "layers": "--layer"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", help="what to build for; cpu is this machine (see: ingot targets); with --recipe: "
                         "only those of its targets that match, such as 'cpu*'")
     parser.add_argument("--precision", help="such as w4a8 (ingot targets lists them); with --recipe: only those")
+    parser.add_argument("--layer", dest="layers", action="append", type=layer, metavar="PATTERN=PRECISION",
+                        help="another precision for layers of these names, such as 'model.layers.0.*=int8'; the most "
+                        "exact pattern decides")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE",
                         help="engine file (default: named for what it is); with --recipe: the folder for all")
     parser.add_argument("--max-batch-size", type=int, metavar="N", help="sequences in a step")
@@ -64,6 +69,14 @@ def share(text: str) -> float:
     return float(text[:-1]) / 100 if text.endswith("%") else float(text)
 
 
+def layer(text: str) -> tuple[str, str]:
+    """"lm_head=bf16"."""
+    pattern, _, precision = text.partition("=")
+    if not pattern or not precision:
+        raise argparse.ArgumentTypeError(f"{text!r} is not PATTERN=PRECISION, such as lm_head=bf16")
+    return pattern, precision
+
+
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Those that a recipe leaves open, or that go before it, for all of its builds."""
     names = ("dry_run", "force", "strip_weights", "measure_quality", "max_perplexity_increase", "min_top1_agreement")
@@ -80,7 +93,8 @@ def run(arguments: argparse.Namespace) -> int:
                                "ingot build MODEL --target T --precision P, or ingot build --recipe FILE")
     request = BuildRequest(
         model=arguments.model, target=arguments.target, precision=arguments.precision, output=arguments.output,
-        **_options(arguments), **{name: getattr(arguments, name) for name in _OF_ONE_BUILD})
+        **_options(arguments), **{name: getattr(arguments, name) for name in _OF_ONE_BUILD} | {
+            "layers": dict(arguments.layers) if arguments.layers else None})
     with Report(not arguments.json) as report:
         result = build(request, report, cache)
     for warning in result.warnings:
@@ -96,7 +110,7 @@ def _run_recipes(arguments: argparse.Namespace, cache: BuildCache | None) -> int
     """Exit status 0 if all were built; else that of the gravest failure."""
     for name, default in _OF_ONE_BUILD.items():
         if getattr(arguments, name) != default:
-            option = "--no-calibration" if name == "calibrate" else f"--{name.replace('_', '-')}"
+            option = _OPTIONS.get(name, f"--{name.replace('_', '-')}")
             raise RequestError(f"{option} stands in the recipe; change it there, or leave --recipe out")
     folder = arguments.output or Path()
     if not folder.is_dir():
@@ -169,6 +183,10 @@ def _summary(result: BuildResult) -> str:
                    f"{size(memory['kv_bytes_per_token'])} of KV a token"),
         ("time", ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in result.seconds.items())),
     ]
+    if stored := manifest["model"].get("quantization"):
+        rows.append((stored["method"], ", ".join(
+            f"{row['count']} x {row['format']} {'kept' if row['kept'] else 'converted'} ({row['scheme']})"
+            for row in stored["weights"])))
     rows += result.quality.describe() if result.quality else []
     if result.reused:
         rows.append(("reused", ", ".join(f"{kind} {found}/{asked}" for kind, (found, asked) in result.reused.items())))

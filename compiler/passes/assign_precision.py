@@ -1,51 +1,45 @@
 """Write the scheme of every matrix into the graph."""
 from __future__ import annotations
 
+import difflib
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from ingot.runtime.errors import RequestError
+
 from ..ir.graph import Graph
 from ..precision import Precision
+from ..weights.expr import WeightExpr
+from .matrices import Matrix, find_matrices
 
-_ROLES = {"linear": "linear", "expert_linear": "experts", "embedding": "embedding"}
+# Schemes that take the place of a precision's own where a checkpoint holds its numbers in them.
+_AS_STORED = {"int8g32": ("int8",)}
 
 
-def assign_precision(graph: Graph, precision: Precision) -> Graph:
+def assign_precision(graph: Graph, precision: Precision, stored: Mapping[str, str] | None = None) -> Graph:
     """linear, expert_linear and embedding nodes with constant weights get attrs["scheme"].
 
-    A linear layer is the head if its rows are the gathered ones, a router if its output leads to a topk. An embedding
-    that is the head's own weight takes the head's scheme, so that the two are stored once.
+    An embedding that is the head's own weight takes the head's scheme, so that the two are stored once.
+    stored: tensor of the checkpoint -> the scheme that holds its numbers as they are.
+    Raises RequestError for a pattern of precision.layers that no layer matches.
     """
-    routers, heads = _routers(graph), _heads(graph)
-    head_weights = {graph.constants[node.values[1]] for node in graph.nodes
-                    if node.op == "linear" and node.output in heads and node.values[1] in graph.constants}
-    nodes = []
-    for node in graph.nodes:
-        if node.op in _ROLES:
-            weight = node.values[{"embedding": 0, "linear": 1, "expert_linear": 2}[node.op]]
-            role = _ROLES[node.op]
-            if node.op == "linear":
-                role = "router" if node.output in routers else "head" if node.output in heads else role
-            elif node.op == "embedding" and graph.constants.get(weight) in head_weights:
-                role = "head"
-            if weight in graph.constants:
-                node = node.with_attrs(scheme=precision.scheme(role))
-        nodes.append(node)
-    return graph.rebuilt(nodes)
+    matrices = find_matrices(graph)
+    _require_known(precision, matrices)
+    schemes = {output: _as_stored(precision.layer_scheme(matrix.names, matrix.role), matrix.weight, stored or {})
+               for matrix in matrices for output in matrix.outputs}
+    return graph.rebuilt([node.with_attrs(scheme=schemes[node.outputs[0]]) if node.outputs[0] in schemes else node
+                          for node in graph.nodes])
 
 
-def _heads(graph: Graph) -> set[str]:
-    """Outputs of linear layers over gathered rows."""
-    return {node.output for node in graph.nodes if node.op == "linear" and "L" in graph.types[node.output].shape}
+def _as_stored(scheme: str, weight: WeightExpr, stored: Mapping[str, str]) -> str:
+    found = {stored[name] for name in weight.tensor_names() if name in stored}
+    return found.pop() if len(found) == 1 and found <= set(_AS_STORED.get(scheme, ())) else scheme
 
 
-def _routers(graph: Graph) -> set[str]:
-    """Values from which a topk is reached without passing another matrix."""
-    producers, found = graph.producers(), set()
-    stack = [value for node in graph.nodes if node.op in ("topk", "sort", "argmax") for value in node.values]
-    while stack:
-        value = stack.pop()
-        node = producers.get(value)
-        if value in found or node is None:
-            continue
-        found.add(value)
-        if node.op not in _ROLES:
-            stack.extend(node.values)
-    return found
+def _require_known(precision: Precision, matrices: Sequence[Matrix]) -> None:
+    names = [name for matrix in matrices for name in matrix.names]
+    for rule in precision.layers:
+        if not any(fnmatchcase(name, rule.pattern) for name in names):
+            near = difflib.get_close_matches(rule.pattern, names, n=3, cutoff=0.4) or names[:3]
+            raise RequestError(f"layers: no layer of the model matches {rule.pattern!r}. Near it: {', '.join(near)}.\n"
+                               f"  A pattern may hold * and ?; the model has {len(matrices)} layers with weights")

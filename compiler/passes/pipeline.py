@@ -1,7 +1,7 @@
 """The order of the passes, and the walk through them: verify after each, dump each when asked."""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -38,8 +38,8 @@ KV_DTYPES = {"fp32": DType.F32, "bf16": DType.BF16, "fp16": DType.F16, "fp8": DT
 """Precision of the KV cache, as users name it -> element type."""
 
 
-def cpu_pipeline(precision: Precision, kv: str) -> list[Pass]:
-    """From the imported graph to the one that is lowered, for CPU targets."""
+def cpu_pipeline(precision: Precision, kv: str, stored: Mapping[str, str] | None = None) -> list[Pass]:
+    """From the imported graph to the one that is lowered, for CPU targets. stored: see assign_precision."""
     return [
         ("fold_constants", fold_constants),
         ("raise_linear", raise_linear),
@@ -49,7 +49,7 @@ def cpu_pipeline(precision: Precision, kv: str) -> list[Pass]:
         ("fold_constants", fold_constants),
         ("merge_duplicates", merge_duplicates),
         ("gather_logits", gather_logits),
-        ("assign_precision", partial(assign_precision, precision=precision)),
+        ("assign_precision", partial(assign_precision, precision=precision, stored=stored)),
         ("split_input_scales", split_input_scales),
         ("merge_linears", merge_linears),
         ("place_kv", partial(place_kv, kv_dtype=KV_DTYPES[kv])),
@@ -61,7 +61,7 @@ def cpu_pipeline(precision: Precision, kv: str) -> list[Pass]:
     ]
 
 
-def gpu_pipeline(precision: Precision, kv: str) -> list[Pass]:
+def gpu_pipeline(precision: Precision, kv: str, stored: Mapping[str, str] | None = None) -> list[Pass]:
     """Likewise for GPU targets: matrices quantize their own inputs there, and take in what surrounds them."""
     return [
         ("fold_constants", fold_constants),
@@ -72,7 +72,7 @@ def gpu_pipeline(precision: Precision, kv: str) -> list[Pass]:
         ("fold_constants", fold_constants),
         ("merge_duplicates", merge_duplicates),
         ("gather_logits", gather_logits),
-        ("assign_precision", partial(assign_precision, precision=precision)),
+        ("assign_precision", partial(assign_precision, precision=precision, stored=stored)),
         ("split_input_scales", split_input_scales),
         ("merge_linears", merge_linears),
         ("fuse_gate", fuse_gate),

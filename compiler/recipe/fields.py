@@ -19,10 +19,10 @@ class BadRecipe(RequestError):
 @dataclass(frozen=True)
 class Field:
     """kind   "text", "count" (an integer of at least 1), "share" (a number of 0 to 1), "flag", "texts" (a list, not
-           empty), "entries" (an object of any content), "object" or "objects" (a list of them, not empty), of the
-           fields in `fields`
+           empty), "entries" (an object of any content), "choices" (an object of texts, each one of `choices`),
+           "object" or "objects" (a list of them, not empty), of the fields in `fields`
     note   one sentence for the schema
-    choices  for text and texts: the values that are allowed, if not any
+    choices  for text, texts and choices: the values that are allowed, if not any
     """
 
     kind: str
@@ -51,6 +51,8 @@ QUALITY: Mapping[str, Field] = {
 _SHARED: Mapping[str, Field] = {
     "limits": Field("object", "What an engine is made for; the defaults are those of ingot build.", fields=LIMITS),
     "quality": Field("object", "What is measured on this machine after the build, and what fails it.", fields=QUALITY),
+    "layers": Field("choices", "Pattern of names of layers, with * and ? -> their precision; the most exact pattern "
+                    "decides.", choices=_precisions()),
     "kv_precision": Field("text", "Element type of the KV cache; default: the precision's own."),
     "calibrate": Field("flag", "Round weights of 4 bits for the inputs they meet (default true)."),
     "compiler": Field("text", "C compiler of CPU targets: the pinned zig (default), or this machine's cc.",
@@ -118,6 +120,12 @@ def _check_value(value: Any, field: Field, file: str, place: str) -> None:
         case "entries":
             if not isinstance(value, dict):
                 raise wrong("an object")
+        case "choices":
+            if not isinstance(value, dict) or not value or not all(
+                    isinstance(text, str) and text for pair in value.items() for text in pair):
+                raise wrong("an object of texts")
+            for name, choice in value.items():
+                _check_choice(choice, field, file, f"{place}[{name!r}]")
         case "object":
             check(value, field.fields or {}, file, place)
         case "objects":

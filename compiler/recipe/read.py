@@ -29,6 +29,7 @@ class Recipe:
             shared = {key: matrix.get(key, self.entries.get(key)) for key in ("kv_precision", "calibrate", "compiler")}
             chosen = {key: value for key, value in shared.items() if value is not None}
             limits = {**self.entries.get("limits", {}), **matrix.get("limits", {})}
+            layers = {**self.entries.get("layers", {}), **matrix.get("layers", {})}
             quality = {**self.entries.get("quality", {}), **matrix.get("quality", {})}
             if "measure" in quality:
                 quality["measure_quality"] = quality.pop("measure")
@@ -40,7 +41,8 @@ class Recipe:
                         raise BadRecipe(f"{self.path}: builds[{number}]: {target} in {precision} is asked for twice")
                     found[output] = BuildRequest(
                         model=model or self._model(), target=target, precision=precision, output=output,
-                        name=self.name, config=self.entries.get("config"), **{**limits, **quality, **chosen, **asked})
+                        name=self.name, config=self.entries.get("config"), layers=layers or None,
+                        **{**limits, **quality, **chosen, **asked})
         return list(found.values())
 
     def _model(self) -> str:

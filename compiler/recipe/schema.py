@@ -38,6 +38,8 @@ def _value(field: Field) -> dict[str, Any]:
             return {"type": "array", "minItems": 1, "uniqueItems": True, "items": text}
         case "entries":
             return {"type": "object"}
+        case "choices":
+            return {"type": "object", "minProperties": 1, "additionalProperties": text}
         case "object":
             return _object(field.fields or {})
         case _:

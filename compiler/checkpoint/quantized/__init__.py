@@ -1,6 +1,7 @@
 """Checkpoints whose weights are quantized: how each layout's tensors become the weights that they stand for."""
-from .read import read_quantized
+from .read import read_quantized, stored_schemes, stored_weights
 from .report import quantization_report
 from .weights import Quantized, QuantizedWeight
 
-__all__ = ["Quantized", "QuantizedWeight", "quantization_report", "read_quantized"]
+__all__ = ["Quantized", "QuantizedWeight", "quantization_report", "read_quantized", "stored_schemes",
+           "stored_weights"]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import CheckpointError
 from .compressed_tensors import read_compressed_tensors
 from .fp8 import read_fp8
+from .gguf import gguf_types
 from .gptq import read_awq, read_gptq
 from .modelopt import read_modelopt
 from .mxfp4 import read_mxfp4
@@ -45,6 +46,18 @@ def read_quantized(checkpoint: Checkpoint) -> Quantized | None:
         quantized.notes.append(f"the configuration names the quantization {method!r}, but no tensor is quantized")
     quantized.consumed = tensors.consumed
     return quantized
+
+
+def stored_weights(checkpoint: Checkpoint) -> Quantized | None:
+    """As read_quantized, for the report: of GGUF files too, whose weights are their tensors then."""
+    return gguf_types(checkpoint) or read_quantized(checkpoint)
+
+
+def stored_schemes(checkpoint: Checkpoint) -> dict[str, str]:
+    """Tensor -> the scheme that holds the numbers of its weight as they are."""
+    found = stored_weights(checkpoint)
+    return {} if found is None else {tensor: weight.scheme for weight in found.weights.values() if weight.scheme
+                                     for tensor in weight.expr.tensor_names()}
 
 
 def _configuration(checkpoint: Checkpoint) -> tuple[str, Mapping[str, Any]] | None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ...weights.expr import WeightExpr
+from .gguf import leaves_columns_alone
 from .weights import Quantized
 
 
@@ -22,7 +23,9 @@ def quantization_report(quantized: Quantized, packed: Iterable[tuple[WeightExpr,
         for name in dict.fromkeys(owner[tensor] for tensor in expr.tensor_names() if tensor in owner):
             weight = quantized.weights[name]
             if scheme:
-                counts[weight.format, scheme, weight.scheme == scheme] += 1
+                # Whole tensors of a GGUF file are weights; what the model makes of them may divide their blocks.
+                whole = weight.expr.op != "tensor" or leaves_columns_alone(expr)
+                counts[weight.format, scheme, weight.scheme == scheme and whole] += 1
     rows = [{"format": form, "scheme": scheme, "kept": kept, "count": count}
             for (form, scheme, kept), count in sorted(counts.items())]
     lines = [f"{row['count']} weights that the checkpoint holds as {row['format']} become {row['scheme']}: "
