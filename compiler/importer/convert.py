@@ -16,6 +16,7 @@ from . import aten_elementwise, aten_linear, aten_reduce, aten_views
 from .aten_complex import COMPLEX_CONVERSIONS, Complex, convert_complex
 from .attention_calls import AttentionCall, find_attention_calls
 from .builder import GraphBuilder
+from .canonical import canonical
 from .conversion import CONVERSIONS, SYMBOL, Context, Symbolic, dim_of, dtype_of, operator_name, result_type, type_of
 from .export import Exported
 from .masks import MaskMeaning, MaskReader, UnknownMask, refusal
@@ -32,7 +33,7 @@ def convert(exported: Exported, parameters: Parameters, max_seq_len: int | None)
     converter = _Converter(exported, parameters, max_seq_len)
     if not converter.is_complete():
         converter = _Converter(exported.decomposed(), parameters, max_seq_len)
-    return converter.graph(), converter.context.warnings
+    return canonical(converter.graph()), converter.context.warnings
 
 
 _MAX_COMPUTED = 1 << 20
