@@ -14,7 +14,9 @@ def ingot_version() -> str:
         return "unknown"
 
 
-def toolchain_versions(compiler: str) -> dict[str, str]:
-    """Package or compiler -> version. The same versions and inputs give the same engine."""
-    return library_versions("gguf", "numpy", "tokenizers", "torch", "transformers") | {
-        "c_compiler": toolchain.version("cc" if compiler == "cc" else "zig")}
+def toolchain_versions(compiler: str, kind: str) -> dict[str, str]:
+    """Package or compiler -> version, for targets of a kind. The same versions and inputs give the same engine."""
+    libraries = library_versions("gguf", "numpy", "tokenizers", "torch", "transformers")
+    if kind == "cuda":
+        return libraries | library_versions("triton")
+    return libraries | {"c_compiler": toolchain.version("cc" if compiler == "cc" else "zig")}

@@ -13,6 +13,7 @@ from ingot.plugins.sampling.cpu import sampling
 
 from ..cache.build_cache import BuildCache
 from ..ir.graph import Graph
+from ..plan.buckets import memory_report, token_buckets
 from ..plan.kv_cache import KvCache, plan_kv_cache
 from ..plan.plan import Bucket, Launch, Plan, Weight
 from ..weights.packed import PackedWeight, WeightTable
@@ -20,6 +21,8 @@ from .emitters import EMITTERS
 from .isa import ISAS
 from .lower import Lowering
 from .toolchain import Compiler, compile_shared
+
+CODE_MEMBER = "code/model.so"
 
 KERNELS_A_FILE = 6
 """Kernels of one C file: small enough to compile side by side, large enough to read the headers once for many."""
@@ -37,13 +40,17 @@ class CpuProgram:
     probes: dict[str, str]
     vocab_size: int
 
-    @property
-    def machine(self) -> str:
-        return ISAS[self.isa].machine
+    def target_facts(self) -> dict[str, Any]:
+        """For the manifest: the machine that the code is for, and what its processor must have."""
+        return {"machine": ISAS[self.isa].machine, "features": sorted(ISAS[self.isa].required)}
 
-    @property
-    def features(self) -> tuple[str, ...]:
-        return tuple(sorted(ISAS[self.isa].required))
+    def facts(self) -> dict[str, Any]:
+        """More of the manifest."""
+        return {}
+
+    def members(self, compiler: str, cache: BuildCache | None = None) -> dict[str, bytes]:
+        """Member of the engine -> its bytes. Raises CompileError or NoCompiler."""
+        return {CODE_MEMBER: self.compile(compiler, cache)}
 
     def plan(self, written: dict[str, Weight]) -> Plan:
         return Plan(self.kv, written, self.buckets, self.probes)
@@ -58,16 +65,7 @@ class CpuProgram:
         return table
 
     def memory(self) -> dict[str, Any]:
-        """Sizes in bytes. kv_tables: the window of each block table, null if it has none, and its number of layers."""
-        largest = max(self.buckets, key=lambda bucket: bucket.arena_bytes)
-        return {"weights_bytes": sum(weight.size_bytes for weight in self.weights),
-                "arena_bytes": largest.arena_bytes, "arena_bound_bytes": largest.arena_bound_bytes,
-                "arena_unshared_bytes": largest.arena_unshared_bytes,
-                "kv_block_size": self.kv.block_size, "kv_block_bytes": self.kv.block_bytes,
-                "kv_tables": [{"window": window, "layers": sum(slot.table == table for slot in self.kv.slots)}
-                              for table, window in enumerate(self.kv.windows)],
-                "kv_bytes_per_token": self.kv.bytes_per_token,
-                "kv_bytes_per_token_beyond_windows": self.kv.bytes_per_token_beyond_windows}
+        return memory_report(self.weights, self.buckets, self.kv)
 
     def compile(self, compiler: str, cache: BuildCache | None = None) -> bytes:
         """The shared object. Raises CompileError or NoCompiler."""
@@ -91,14 +89,6 @@ class CpuProgram:
                 files[name] = translation_unit(kernels[start:start + KERNELS_A_FILE])
         assert len(files) == 2 + sum(-(-len(k) // KERNELS_A_FILE) for k in by_header.values()), "headers share a name"
         return files
-
-
-def token_buckets(max_num_tokens: int) -> list[int]:
-    """1, 2, 4, … max_num_tokens: each has its own kernels and its own arena."""
-    buckets = [1]
-    while buckets[-1] < max_num_tokens:
-        buckets.append(min(2 * buckets[-1], max_num_tokens))
-    return buckets
 
 
 def generate(graph: Graph, isa: str, limits: dict[str, int], block_size: int) -> CpuProgram:

@@ -47,9 +47,12 @@ class Choice:
 
 def shortlist(candidates: tuple[Candidate, ...], gpu: Gpu, precision: str, most: int = 3) -> tuple[Candidate, ...]:
     """The candidates worth compiling: the best by what is known before, in the order of preference."""
-    def seconds(candidate: Candidate) -> float:
-        return _seconds(candidate, gpu, precision, lambda launch: _guessed(candidate, launch, gpu.arch))
-    return tuple(sorted(candidates, key=seconds)[:most])
+    return tuple(sorted(candidates, key=lambda candidate: expected(candidate, gpu, precision))[:most])
+
+
+def expected(candidate: Candidate, gpu: Gpu, precision: str) -> float:
+    """Seconds, by what is known before a candidate is compiled."""
+    return _seconds(candidate, gpu, precision, lambda launch: _guessed(candidate, launch, gpu.arch))
 
 
 def choose(candidates: tuple[Candidate, ...], compiled: Mapping[GpuKernel, CompiledKernel], gpu: Gpu,

@@ -94,8 +94,19 @@ def compile_kernels(kernels: Iterable[GpuKernel], arch: Architecture, cache: Pat
                     progress: Callable[[str], None] = lambda symbol: None) -> dict[GpuKernel, CompiledKernel]:
     """Every kernel compiled for the architecture, by `jobs` processes at a time; those that are in the cache come
     from there. Raises CompileError for the first kernel that cannot be compiled or does not fit."""
-    cache = cache or default_cache()
     done: dict[GpuKernel, CompiledKernel] = {}
+    for kernel, compiled in try_compile(kernels, arch, cache, jobs, progress).items():
+        if isinstance(compiled, CompileError):
+            raise compiled
+        done[kernel] = compiled
+    return done
+
+
+def try_compile(kernels: Iterable[GpuKernel], arch: Architecture, cache: Path | None = None, jobs: int = 1,
+                progress: Callable[[str], None] = lambda symbol: None) -> dict[GpuKernel, CompiledKernel | CompileError]:
+    """As compile_kernels, with the error in the place of each kernel that cannot be compiled or does not fit."""
+    cache = cache or default_cache()
+    done: dict[GpuKernel, CompiledKernel | CompileError] = {}
     waiting: dict[str, list[GpuKernel]] = {}
     for kernel in dict.fromkeys(kernels):
         key = cache_key(kernel, arch)
@@ -108,13 +119,15 @@ def compile_kernels(kernels: Iterable[GpuKernel], arch: Architecture, cache: Pat
     for worker in started:
         workers.put(worker)
 
-    def one(key: str, kernel: GpuKernel) -> CompiledKernel:
+    def one(key: str, kernel: GpuKernel) -> CompiledKernel | CompileError:
         worker = workers.get()
         try:
             progress(kernel.symbol)
             source = source_digest(kernel.module, kernel.source)
             compiled = _finish(kernel, arch, worker.ask({
                 "kernel": kernel.to_json(), "source": source, "capability": arch.capability}))
+        except CompileError as error:
+            return error
         finally:
             workers.put(worker)
         _write(cache, key, compiled)
@@ -128,9 +141,7 @@ def compile_kernels(kernels: Iterable[GpuKernel], arch: Architecture, cache: Pat
     finally:
         for worker in started:
             worker.close()
-    for kernel, compiled in done.items():
-        _require_fit(kernel, compiled, arch)
-    return done
+    return {kernel: _misfit(kernel, compiled, arch) or compiled for kernel, compiled in done.items()}
 
 
 def cache_key(kernel: GpuKernel, arch: Architecture) -> str:
@@ -194,13 +205,16 @@ def _finish(kernel: GpuKernel, arch: Architecture, answer: dict[str, Any]) -> Co
         matrix=matrix_instructions(counts), cubin=cubin)
 
 
-def _require_fit(kernel: GpuKernel, compiled: CompiledKernel, arch: Architecture) -> None:
+def _misfit(kernel: GpuKernel, compiled: CompiledKernel | CompileError, arch: Architecture) -> CompileError | None:
+    if isinstance(compiled, CompileError):
+        return None
     if compiled.shared_bytes > arch.shared_per_block:
-        raise CompileError(f"kernel {kernel.symbol} needs {compiled.shared_bytes} bytes of shared memory; a block of "
+        return CompileError(f"kernel {kernel.symbol} needs {compiled.shared_bytes} bytes of shared memory; a block of "
                            f"{arch.name} has {arch.shared_per_block}.\n  Smaller tiles or fewer stages need less.")
     if compiled.occupancy(arch) == 0:
-        raise CompileError(f"kernel {kernel.symbol} needs {compiled.registers} registers in each of "
+        return CompileError(f"kernel {kernel.symbol} needs {compiled.registers} registers in each of "
                            f"{32 * compiled.num_warps} threads; {arch.name} has {arch.registers_per_sm}.")
+    return None
 
 
 def _read(cache: Path, key: str) -> CompiledKernel | None:

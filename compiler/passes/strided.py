@@ -13,8 +13,9 @@ _BY_TOKEN = {"rope_kv_write": (0, 1, 2), "kv_write": (0, 1), "attention": (0,), 
 _BY_ROW = {"quantize": (0,), "linear": (0,)}
 """Values [T, K]: kernels that know no rows within those of tokens."""
 
-_GPU_BY_TOKEN = {"rope_kv_write": (0, 1, 2), "kv_write": (0, 1), "attention": (0,), "rope": (0,)}
-_GPU_BY_ROW = {"rms_norm": (0,), "layer_norm": (0,), "linear": (0,)}
+_GPU_BY_TOKEN = {"rope_kv_write": (0, 1, 2), "kv_write": (0, 1), "attention": (0,), "rope": (0,),
+                 "rms_norm": (0,), "layer_norm": (0,)}
+_GPU_BY_ROW = {"linear": (0,)}
 
 
 def accepts_strided(node: Node, operand: int, type_: TensorType) -> bool:

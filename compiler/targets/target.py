@@ -26,10 +26,6 @@ class UnsupportedPrecision(RequestError):
     """The target cannot compute in the precision asked for."""
 
 
-class UnsupportedTarget(RequestError):
-    """Ingot knows the target, but cannot make engines for it yet."""
-
-
 @dataclass(frozen=True)
 class Target:
     """name        "cpu:x86-64-v4-vnni", "h200"
@@ -54,17 +50,6 @@ class Target:
             raise UnsupportedPrecision(
                 f"{self.name} has no precision {precision!r}; it has: {', '.join(self.precisions)}.\n"
                 f"  Choose one with --precision, or another target: ingot targets")
-
-    def require_engines(self, precision: str) -> None:
-        """Raises unless engines of this precision can be built for the target."""
-        if self.gpu is None:
-            return
-        self.require_precision(precision)
-        raise UnsupportedTarget(
-            f"engines for {self.name} ({self.isa}) cannot be built yet. There are kernels in {precision} for it "
-            f"({self.precisions[precision]}); still missing is the lowering of a model's graph to them, and a device "
-            f"of kind {self.kind!r} in the runtime.\n  What is there, and how it is proven: docs/gpu.md. "
-            f"Build for this machine instead: --target {HOST}")
 
     def to_json(self) -> dict[str, Any]:
         figures = {} if self.gpu is None else {"gpu": self.gpu.to_json()}

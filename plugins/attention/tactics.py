@@ -41,6 +41,7 @@ class Problem:
     context      tokens of a sequence that the choice is made for; any length is served
     window, chunk, softcap  0: none
     kv_type      of the cache, as in rope_kv_write
+    q_stride     elements between tokens of q; 0: dense. With rope that of rope counts
     rope         what rope_kv_write does is done here too: q, k and v are as the projection leaves them. For few tokens
     """
 
@@ -62,6 +63,7 @@ class Problem:
     softcap: float = 0.0
     sinks: bool = False
     static: bool = False
+    q_stride: int = 0
     rope: Rope | None = None
 
     def __post_init__(self) -> None:
@@ -174,7 +176,7 @@ def launch(p: Problem, tile: Tile) -> GpuLaunch:
     scales = "*fp32" if p.kv_type == "int8" else None
     static = "*fp32" if p.kv_type == "fp8" and p.static else None
     split = tile.splits > 1
-    rope = p.rope or Rope(p.q_heads * p.key_dim, 0, 0, 0)
+    rope = p.rope or Rope(p.q_stride or p.q_heads * p.key_dim, 0, 0, 0)
     new = element if p.rope is not None else None
     turns = "*fp32" if rope.rotary else None
     norm = "*fp32" if rope.norm_eps is not None else None
@@ -196,7 +198,7 @@ def launch(p: Problem, tile: Tile) -> GpuLaunch:
     words = [p.kv_type, p.float_type, f"q{p.q_heads}", f"kv{p.kv_heads}", f"d{p.key_dim}", f"v{p.value_dim}",
              f"{tile.tokens}x{tile.positions}", f"s{tile.splits}"]
     options = ((f"w{p.window}", p.window), (f"c{p.chunk}", p.chunk), (f"cap{p.softcap}", p.softcap), ("sinks", p.sinks),
-               ("static", static), (_rope_word(rope), p.rope))
+               ("static", static), (_rope_word(rope), p.rope or p.q_stride))
     words += [word for word, used in options if used]
     kernel = GpuKernel(symbol("attention", *words, f"{p.scale:.6g}", f"{p.block_bytes}_{p.max_blocks}_{p.max_batch}"),
                        "ingot.plugins.attention.gpu", "paged_attention", *arguments(wanted, constants), tile.warps,

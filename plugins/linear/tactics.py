@@ -48,7 +48,7 @@ class Problem:
                 of `scale`
     norm_eps    x is normalised first (rms_norm); None: it is not
     gated       activation of the gate; the weights are the gate's n rows, then n others: y = act(gate) * other
-    y_type      "" float_type, "fp8", "int8": quantized by a static scale
+    y_type      "" float_type, or another floating type; "fp8", "int8": quantized by a static scale
     x_stride    elements between rows of x; 0: dense
     experts     > 0: so many matrices; each of the m tokens goes through `choices` of them, and y has m * choices rows
     shared      the choices of a token read the same row of x; else x has a row for each
@@ -312,7 +312,7 @@ def _parameters(p: Problem, form: Format, tile: Tile,
         "w_scale": f"*{form.scales}" if form.scales else None, "w_zero": "*u8" if p.zero_points else None,
         "scale": "*fp32" if p.scale else None, "bias": "*fp32" if p.bias else None,
         "residual": f"*{ELEMENTS[p.float_type]}" if p.residual else None,
-        "norm_weight": "*fp32" if p.norm_eps is not None else None, "y_scale": "*fp32" if p.y_type else None,
+        "norm_weight": "*fp32" if p.norm_eps is not None else None, "y_scale": "*fp32" if p.y_type in ("fp8", "int8") else None,
         "partial": "*fp32" if tile.splits > 1 else None, "arrived": "*i32" if tile.splits > 1 else None}
     constants: dict[str, Constant] = {
         "ROWS": SIZES[p.rows], "N": p.n, "K": p.k, "X_STRIDE": stride, "WEIGHTS": p.format, "W_ROW": row,

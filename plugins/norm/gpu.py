@@ -23,19 +23,20 @@ def _normalised(v, weight, bias, at, D: tl.constexpr, KIND: tl.constexpr, EPS: t
 
 @triton.jit
 def norm(x, residual, total, weight, bias, x_weight, y, y_scale, static_scale, sizes, ROWS: tl.constexpr,
-         D: tl.constexpr, X_STRIDE: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, EPS: tl.constexpr,
+         GROUP: tl.constexpr, D: tl.constexpr, X_STRIDE: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, EPS: tl.constexpr,
          TO: tl.constexpr):
     """y = norm(s), s = x + residual, or norm(x) by x_weight + residual (a norm after the block as well).
 
-    x rows X_STRIDE apart; residual and total [T, D] in x's type: s goes to total, which may be residual itself.
-    Without residual s is x, and total is not written. y, y_scale, static_scale: store_row.
+    x [T, GROUP, D], tokens X_STRIDE elements apart; residual and total [T, GROUP, D] in x's type: s goes to total, which
+    may be residual itself. Without residual s is x, and total is not written. y, y_scale, static_scale: store_row; without
+    y the sum is all that is wanted.
     """
     row = tl.program_id(0).to(tl.int64)
-    if row >= tl.load(sizes + ROWS):
+    if row >= tl.load(sizes + ROWS) * GROUP:
         return
     at = tl.arange(0, BLOCK)
     inside = at < D
-    v = tl.load(x + row * X_STRIDE + at, mask=inside, other=0.0).to(tl.float32)
+    v = tl.load(x + row // GROUP * X_STRIDE + row % GROUP * D + at, mask=inside, other=0.0).to(tl.float32)
     if x_weight is not None:
         v = _normalised(v, x_weight, None, at, D, KIND, EPS)
     if residual is not None:
@@ -43,4 +44,5 @@ def norm(x, residual, total, weight, bias, x_weight, y, y_scale, static_scale, s
         rounded = narrow(v, total.dtype.element_ty)
         tl.store(total + row * D + at, rounded, mask=inside)
         v = rounded.to(tl.float32)
-    store_row(_normalised(v, weight, bias, at, D, KIND, EPS), y, y_scale, static_scale, row, D, BLOCK, TO)
+    if y is not None:
+        store_row(_normalised(v, weight, bias, at, D, KIND, EPS), y, y_scale, static_scale, row, D, BLOCK, TO)

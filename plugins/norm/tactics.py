@@ -26,7 +26,8 @@ class Problem:
 
     kind       "rms_norm" or "layer_norm"
     x_weight   x itself is normalised, by a weight of its own, before the sum
-    y_type, static  as in quantize
+    y_type, static  as in quantize; y_type "": only the total is wanted
+    group      rows a token; x_stride: elements between tokens, 0: dense
     """
 
     m: int
@@ -42,15 +43,17 @@ class Problem:
     x_weight: bool = False
     static: bool = False
     x_stride: int = 0
+    group: int = 1
 
     def __post_init__(self) -> None:
         assert self.kind in ("rms_norm", "layer_norm") and (self.residual or not self.x_weight), self
+        assert self.y_type or self.residual, self
 
 
 def candidates(problem: Problem, device: Device) -> Candidates:
     p = problem
-    name = f"{p.kind}.{p.y_type}"
-    if reason := unsupported_row(p.d, p.y_type, device):
+    name = f"{p.kind}.{p.y_type or 'sum'}"
+    if reason := unsupported_row(p.d, p.y_type or p.float_type, device):
         return Candidates(refused=(Refusal(name, reason),))
     scales, absent = output(p.y_type, p.static)
     element = f"*{ELEMENTS[p.float_type]}"
@@ -58,12 +61,15 @@ def candidates(problem: Problem, device: Device) -> Candidates:
         "x": element, "residual": element if p.residual else None, "total": element if p.residual else None,
         "weight": "*fp32" if p.weight else None, "bias": "*fp32" if p.bias else None,
         "x_weight": "*fp32" if p.x_weight else None, **scales, "sizes": "*i32"}
-    constants: dict[str, Constant] = {"ROWS": SIZES[p.rows], "D": p.d, "X_STRIDE": p.x_stride or p.d,
+    constants: dict[str, Constant] = {"ROWS": SIZES[p.rows], "GROUP": p.group, "D": p.d,
+                                      "X_STRIDE": p.x_stride or p.group * p.d,
                                       "BLOCK": row_block(p.d), "KIND": p.kind, "EPS": p.eps, "TO": p.y_type}
     words = ("weight" if p.weight else "", "bias" if p.bias else "", "add" if p.residual else "",
-             "norm_x" if p.x_weight else "", f"x{p.x_stride}" if p.x_stride not in (0, p.d) else "")
+             "norm_x" if p.x_weight else "", f"x{p.x_stride}" if p.x_stride not in (0, p.group * p.d) else "",
+             f"g{p.group}" if p.group > 1 else "")
     kernel = GpuKernel(
-        symbol(p.kind, p.y_type, "static" if p.static else "", f"d{p.d}", p.rows, f"eps{p.eps}", p.float_type, *words),
+        symbol(p.kind, p.y_type or "sum", "static" if p.static else "", f"d{p.d}", p.rows, f"eps{p.eps}", p.float_type, *words),
         "ingot.plugins.norm.gpu", "norm", *arguments(wanted, absent | constants), row_warps(p.d), 1)
-    cost = Cost(p.m * p.d * ((3 if p.residual else 1) * BYTES[p.float_type] + BYTES[p.y_type]), 0)
-    return Candidates((Candidate(name, (GpuLaunch(kernel, (p.m, 1, 1)),), cost),))
+    rows = p.m * p.group
+    cost = Cost(rows * p.d * ((3 if p.residual else 1) * BYTES[p.float_type] + BYTES.get(p.y_type, 0)), 0)
+    return Candidates((Candidate(name, (GpuLaunch(kernel, (rows, 1, 1)),), cost),))

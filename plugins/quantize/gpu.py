@@ -56,11 +56,12 @@ def store_row(v, y, y_scale, static_scale, row, D: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
-def quantize_rows(x, y, y_scale, static_scale, sizes, ROWS: tl.constexpr, D: tl.constexpr, X_STRIDE: tl.constexpr,
-                  BLOCK: tl.constexpr, GATED: tl.constexpr, TO: tl.constexpr):
-    """y = x, or act(gate) * other where x holds [gate | other] of D channels each, rows X_STRIDE apart."""
+def quantize_rows(x, y, y_scale, static_scale, sizes, ROWS: tl.constexpr, GROUP: tl.constexpr,
+                  D: tl.constexpr, X_STRIDE: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr, TO: tl.constexpr):
+    """y = x, or act(gate) * other where x holds [gate | other] of D channels each, rows X_STRIDE apart; GROUP rows for
+    each token, or row of logits."""
     row = tl.program_id(0).to(tl.int64)
-    if row >= tl.load(sizes + ROWS):
+    if row >= tl.load(sizes + ROWS) * GROUP:
         return
     at = tl.arange(0, BLOCK)
     v = tl.load(x + row * X_STRIDE + at, mask=at < D, other=0.0).to(tl.float32)

@@ -37,6 +37,7 @@ class Problem:
     y_type      "fp8", "int8", "fp8_block", "nvfp4", or a floating type
     static      quantized by a scale known beforehand (nvfp4 always)
     gated       activation of the gate, or ""
+    group       rows a token; x_stride: elements between rows, 0: dense
     """
 
     m: int
@@ -47,6 +48,7 @@ class Problem:
     static: bool = False
     gated: str = ""
     x_stride: int = 0
+    group: int = 1
 
 
 def candidates(problem: Problem, device: Device) -> Candidates:
@@ -57,14 +59,15 @@ def candidates(problem: Problem, device: Device) -> Candidates:
     width = p.d * (2 if p.gated else 1)
     scales, absent = output(p.y_type, p.static)
     wanted: dict[str, Parameter | None] = {"x": f"*{ELEMENTS[p.float_type]}", **scales, "sizes": "*i32"}
-    constants: dict[str, Constant] = {"ROWS": SIZES[p.rows], "D": p.d, "X_STRIDE": p.x_stride or width,
+    constants: dict[str, Constant] = {"ROWS": SIZES[p.rows], "GROUP": p.group, "D": p.d, "X_STRIDE": p.x_stride or width,
                                       "BLOCK": row_block(p.d), "GATED": p.gated, "TO": p.y_type}
     kernel = GpuKernel(
         symbol("quantize", p.y_type, "static" if p.static else "", f"d{p.d}", p.rows, p.gated, p.float_type,
-               f"x{p.x_stride}" if p.x_stride not in (0, width) else ""),
+               f"x{p.x_stride}" if p.x_stride not in (0, width) else "", f"g{p.group}" if p.group > 1 else ""),
         "ingot.plugins.quantize.gpu", "quantize_rows", *arguments(wanted, absent | constants), row_warps(p.d), 1)
-    cost = Cost(p.m * (width * BYTES[p.float_type] + p.d * BYTES[p.y_type]), 0)
-    return Candidates((Candidate(name, (GpuLaunch(kernel, (p.m, 1, 1)),), cost),))
+    rows = p.m * p.group
+    cost = Cost(rows * (width * BYTES[p.float_type] + p.d * BYTES[p.y_type]), 0)
+    return Candidates((Candidate(name, (GpuLaunch(kernel, (rows, 1, 1)),), cost),))
 
 
 def unsupported_row(d: int, y_type: str, device: Device) -> str:
@@ -84,8 +87,8 @@ def unsupported_row(d: int, y_type: str, device: Device) -> str:
 
 def output(y_type: str, static: bool) -> tuple[dict[str, Parameter], dict[str, Constant]]:
     """Parameters of what store_row writes, and which of them are absent."""
-    parameters: dict[str, Parameter] = {"y": f"*{ELEMENTS[y_type]}"}
-    absent: dict[str, Constant] = {"y_scale": None, "static_scale": None}
+    parameters: dict[str, Parameter] = {"y": f"*{ELEMENTS[y_type]}"} if y_type else {}
+    absent: dict[str, Constant] = {"y": None, "y_scale": None, "static_scale": None}
     if y_type == "nvfp4":
         parameters |= {"y_scale": "*fp8e4nv", "static_scale": "*fp32"}
     elif y_type == "fp8_block":

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 from ingot.compiler.build import BuildRequest, BuildResult, build
 from ingot.compiler.checkpoint.checkpoint import Checkpoint
 from ingot.compiler.checkpoint.open import open_checkpoint
-from ingot.compiler.cpu.generate import CpuProgram, token_buckets
+from ingot.compiler.cpu.generate import CpuProgram
+from ingot.compiler.plan.buckets import token_buckets
 from ingot.compiler.cpu.toolchain import CompileError
 from ingot.compiler.importer.importer import import_model
 from ingot.compiler.ir.graph import Graph

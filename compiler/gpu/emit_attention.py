@@ -1,0 +1,107 @@
+"""Attention on a GPU and what comes before it. For few tokens one launch does both."""
+from __future__ import annotations
+
+from ingot.plugins.attention import tactics as attention_tactics
+from ingot.plugins.rope import tactics as rope_tactics
+from ingot.runtime.step import table_width
+
+from ..errors import CannotCompile
+from ..ir.graph import Node
+from ..plan.plan import Arg
+from .lower import GpuLowering
+
+_KV_TYPES = {"f32": "fp32", "bf16": "bf16", "f16": "fp16", "fp8": "fp8", "i8": "int8"}
+"""Element type of a slot -> as the kernels call it."""
+
+_ROPE = ("q", "k", "v", "cos", "sin", "q_norm", "k_norm")
+
+
+def emit_rope_kv_write(low: GpuLowering, node: Node) -> None:
+    q_out = node.outputs[0]
+    users = low.users(q_out)
+    if low.few and len(users) == 1 and users[0].op == "attention":
+        problem = _attention_problem(low, users[0], node)
+        if low.candidates(problem, attention_tactics.candidates).legal:
+            low.absorbed[q_out] = node
+            for value in node.values:
+                if value not in low.graph.constants:
+                    low.defer(q_out, value)
+            return
+    problem = _rope_problem(low, node)
+    args = dict(zip(_ROPE, map(low.arg, node.values), strict=False)) | low.kv_args(node.attrs["slot"]) | _step()
+    args["q_out"] = low.in_place(q_out, node.values[0], beside=node.values[1:]) or low.output(q_out)
+    low.request(node, low.candidates(problem, rope_tactics.candidates), args, {q_out: "q_out"})
+
+
+def emit_rope(low: GpuLowering, node: Node) -> None:
+    x, cos, sin = node.values
+    problem = rope_tactics.Problem(
+        low.tokens, int(low.type(x).shape[1]), 0, low.width(x), 0, low.token_stride(x), 0, 0, low.width(cos),
+        low.floats, low.floats, low.kv.block_size, low.kv.block_bytes, 1,
+        interleaved=node.attrs.get("interleaved", False))
+    args = {"q": low.arg(x), "cos": low.arg(cos), "sin": low.arg(sin), **_step()}
+    args["q_out"] = low.in_place(node.output, x, beside=(cos, sin)) or low.output(node.output)
+    low.request(node, low.candidates(problem, rope_tactics.candidates), args, {node.output: "q_out"})
+
+
+def emit_kv_write(low: GpuLowering, node: Node) -> None:
+    k, v = node.values
+    slot = low.kv_slot(node.attrs["slot"])
+    problem = rope_tactics.Problem(
+        low.tokens, 0, slot.heads, slot.key_dim, slot.value_dim, 0, low.token_stride(k), low.token_stride(v), 0,
+        low.floats, _KV_TYPES[slot.dtype], low.kv.block_size, low.kv.block_bytes, _max_blocks(low))
+    args = {"k": low.arg(k), "v": low.arg(v), **low.kv_args(slot.slot), **_step()}
+    low.request(node, low.candidates(problem, rope_tactics.candidates), args, {})
+
+
+def emit_attention(low: GpuLowering, node: Node) -> None:
+    q, _, _, *sinks = node.values
+    rope = low.absorbed.get(low.buffer(q))
+    problem = _attention_problem(low, node, rope)
+    args = low.kv_args(node.attrs["slot"]) | {name: Arg("input", name) for name in ("query_start", "context_len")}
+    args |= dict(zip(_ROPE, map(low.arg, rope.values), strict=False)) if rope else {"q": low.arg(q)}
+    if sinks:
+        args["sinks"] = low.arg(sinks[0])
+    args["out"] = low.output(node.output)
+    low.request(node, low.candidates(problem, attention_tactics.candidates), args, {node.output: "out"})
+
+
+def _attention_problem(low: GpuLowering, node: Node, rope: Node | None) -> attention_tactics.Problem:
+    """rope: the node whose work this launch does too."""
+    slot, a = low.kv_slot(node.attrs["slot"]), node.attrs
+    q = rope.values[0] if rope else node.values[0]
+    turn = None
+    if rope is not None:
+        turn = attention_tactics.Rope(*map(low.token_stride, rope.values[:3]), rotary=low.width(rope.values[3]),
+                                      interleaved=rope.attrs.get("interleaved", False),
+                                      norm_eps=rope.attrs["eps"] if len(rope.values) > 5 else None)
+    heads = int(low.type(q).shape[1])
+    dense = low.token_stride(q) == heads * slot.key_dim
+    kv_type = _KV_TYPES[slot.dtype]
+    if kv_type not in (low.floats, "fp8", "int8"):
+        raise CannotCompile(f"attention in {low.floats} over a KV cache in {kv_type}; kernels of GPUs read one in "
+                            f"{low.floats}, fp8 or int8")
+    return attention_tactics.Problem(
+        low.tokens, low.limits["max_batch_size"], heads, slot.heads, slot.key_dim, slot.value_dim, a["scale"],
+        low.floats, kv_type, low.kv.block_size, low.kv.block_bytes, _max_blocks(low), window=a.get("window", 0),
+        chunk=a.get("chunk", 0), softcap=a.get("softcap", 0.0), sinks=len(node.values) > 3,
+        q_stride=0 if dense or rope else low.token_stride(q), rope=turn)
+
+
+def _rope_problem(low: GpuLowering, node: Node) -> rope_tactics.Problem:
+    q, k, v, cos, *rest = node.values
+    slot = low.kv_slot(node.attrs["slot"])
+    return rope_tactics.Problem(
+        low.tokens, int(low.type(q).shape[1]), slot.heads, slot.key_dim, slot.value_dim, *map(low.token_stride,
+                                                                                              (q, k, v)),
+        low.width(cos), low.floats, _KV_TYPES[slot.dtype], low.kv.block_size, low.kv.block_bytes, _max_blocks(low),
+        interleaved=node.attrs.get("interleaved", False), norm_eps=node.attrs["eps"] if len(rest) > 1 else None)
+
+
+def _max_blocks(low: GpuLowering) -> int:
+    """The length of a row of a block table."""
+    return table_width(low.limits["max_seq_len"], low.kv.block_size)
+
+
+def _step() -> dict[str, Arg]:
+    return {name: Arg("input", name) for name in ("positions", "token_seq")}
