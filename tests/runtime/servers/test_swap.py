@@ -296,7 +296,10 @@ def test_a_failed_engine_can_be_replaced(server: Swapping, monkeypatch: pytest.M
 
     monkeypatch.setattr(executor._loop, "launch", broken)  # type: ignore[attr-defined]
     assert refusal(server.ask)[0] == grpc.StatusCode.UNAVAILABLE
-    assert server.context.health == "failed" and metrics(server)["ingot_engine_healthy[]"] == 0
+    end = time.monotonic() + 20
+    while server.context.health != "failed":  # requests are told first
+        assert time.monotonic() < end
+    assert metrics(server)["ingot_engine_healthy[]"] == 0
     server.load("b")
     assert server.context.health == "serving" and server.ask() == (server.hashes["b"], answer_of("b"))
     until_freed(server)
