@@ -1,4 +1,4 @@
-"""Triton source for a loop node: one module for each distinct loop, compiled for GPUs as the kernels of plugins/ are."""
+"""Triton source for a loop node: one module for each distinct loop, compiled as the kernels of plugins/ are."""
 from __future__ import annotations
 
 import math
@@ -42,10 +42,10 @@ def candidates(node: Node, inputs: Sequence[Operand], output: str, bindings: Map
     shape, dtype, reduce, expr = (node.attrs[name] for name in ("shape", "dtype", "reduce", "expr"))
     loop = _Loop(tuple(shape), dtype, expr, reduce, inputs, output, bindings)
     text = loop.text()
-    module = module_name(text)
+    module, parameters = module_name(text), loop.parameters()
     kernel = GpuKernel(
-        symbol("loop", module.rpartition(".")[2], f"{loop.tile_rows}x{loop.tile_columns}"), module, "loop",
-        loop.parameters(), (("ROWS", loop.tile_rows), ("COLUMNS", loop.tile_columns)), loop.num_warps, 1, source=text)
+        symbol("loop", module.rpartition(".")[2], f"{loop.tile_rows}x{loop.tile_columns}",
+               *(str(kind)[1:] for _, kind in parameters)), module, "loop", parameters, (("ROWS", loop.tile_rows), ("COLUMNS", loop.tile_columns)), loop.num_warps, 1, source=text)
     name = f"loop {reduce[0]}" if reduce else "loop"
     return Candidates((Candidate(name, (GpuLaunch(kernel, loop.grid()),), loop.cost()),))
 
@@ -71,7 +71,8 @@ class _Loop:
         rank = len(self.shape)
         self.reduced = list(range(rank, rank + len(self.reduce[1]))) if self.reduce else []
         sizes = self.reduce[1] if self.reduce else ()
-        self.across = self.reduce is not None and sizes[-1] >= _LANES and self.reduce[0] != "prod" and self._reads_neighbours()
+        self.across = self.reduce is not None and self.reduce[0] != "prod" and sizes[-1] >= _LANES \
+            and self._reads_neighbours()
         self.column = kept[-1] if kept and not self.across else None
         self.row_axes = kept if self.column is None else kept[:-1]
         self.rows = product(tuple(self.shape[axis] for axis in self.row_axes))
@@ -96,9 +97,10 @@ class _Loop:
         shown = f"{self.reduce[0]} over {list(self.reduce[1])} of {self.expr}" if self.reduce else str(self.expr)
         shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]} ..."
         return "\n".join([
-            f'"""{TensorType(self.shape, self.dtype)} = {shown}"""', "import triton", "import triton.language as tl", "",
-            *imports(functions), "", "", "@triton.jit",
-            f"def loop({', '.join(names)}, ROWS: tl.constexpr, COLUMNS: tl.constexpr):", *_indented([*head, *lines]), ""])
+            f'"""{TensorType(self.shape, self.dtype)} = {shown}"""',
+            "import triton", "import triton.language as tl", "", *imports(functions), "", "",
+            "@triton.jit", f"def loop({', '.join(names)}, ROWS: tl.constexpr, COLUMNS: tl.constexpr):",
+            *_indented([*head, *lines]), ""])
 
     def parameters(self) -> tuple[tuple[str, Parameter], ...]:
         """As text() has written them."""

@@ -22,7 +22,7 @@ _FUNCTIONS = {
         "expm1", "log1p", "tanh", "sigmoid", "silu", "softplus", "trunc", "sign", "maximum", "minimum", "mod")}}
 _INTEGER_FUNCTIONS = {"abs": "tl.abs", "sign": "sign", "maximum": "maximum", "minimum": "minimum", "mod": "mod_int",
                       "floor_div": "floor_div_int", "pow": "power_int"}
-_MODULES = {"tanh": "math", "narrow": "math"}
+_MODULES = {"narrow": "math"}
 """Where functions are that are not in ingot.plugins.gpu.functions."""
 
 _BINARY = {"add": "+", "sub": "-", "mul": "*"}
@@ -96,8 +96,7 @@ class Statements:
     loaded: set[int] = field(default_factory=set)
     symbols: set[str] = field(default_factory=set)
     _known: dict[tuple[Expr, tuple[Mask, ...]], _Value] = field(default_factory=dict)
-    _literals: dict[tuple[str, str], _Value] = field(default_factory=dict)
-    _count: int = 0
+    _texts: dict[str, _Value] = field(default_factory=dict)
 
     def value(self, e: Expr, kind: str) -> str:
         """Statements for an expression; the name of its value, of the given kind, which has .to and a shape."""
@@ -161,6 +160,8 @@ class Statements:
         for _, dim in places[1:]:
             self._use(dim)
         text, wide = "", is_wide(type_, self.bindings)
+        if len(places) == 1 and not wide:
+            return places[0][0]
         for place, dim in places:
             own = place.text
             if wide and place.dims is not None:
@@ -180,8 +181,10 @@ class Statements:
             last = number == len(parts) - 1
             if not last:
                 below.append(self._new(f"{where.text} < {e.value[number]}", where.shape))
-            conditions = [f"({where.text} >= {begin})"] * (number > 0) + [f"({below[-1].text})"] * (not last)
-            mask = self._new(" & ".join(conditions), where.shape)
+            conditions = [self._new(f"{where.text} >= {begin}", where.shape).text] * (number > 0)
+            conditions += [below[-1].text] * (not last)
+            mask = _Value(conditions[0], where.shape) if len(conditions) == 1 else self._new(
+                " & ".join(conditions), where.shape)
             begin = e.value[number]
             found = self._visit(part, (*masks, Mask(mask.text, where.shape, axes)))
             values.append(self._as(found, kind_of(part.dtype), kind))
@@ -272,15 +275,14 @@ class Statements:
         """A literal as a scalar tensor."""
         if value.dims is not None:
             return value
-        if (value.text, kind) not in self._literals:
-            types = {"float": "tl.float32", "int": "tl.int32", "bool": "tl.int1"}
-            self._literals[value.text, kind] = self._new(f"tl.full((1, 1), {value.text}, {types[kind]})", frozenset())
-        return self._literals[value.text, kind]
+        types = {"float": "tl.float32", "int": "tl.int32", "bool": "tl.int1"}
+        return self._new(f"tl.full((1, 1), {value.text}, {types[kind]})", frozenset())
 
     def _new(self, text: str, dims: frozenset[str]) -> _Value:
-        self.lines.append(f"v{self._count} = {text}")
-        self._count += 1
-        return _Value(f"v{self._count - 1}", dims)
+        if text not in self._texts:
+            self._texts[text] = _Value(f"v{len(self._texts)}", dims)
+            self.lines.append(f"{self._texts[text].text} = {text}")
+        return self._texts[text]
 
     def _use(self, dim: Dim) -> None:
         if (symbol := split_dim(dim)[1]) is not None:

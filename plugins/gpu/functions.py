@@ -19,7 +19,7 @@ def minimum(a, b):
 
 @triton.jit
 def sign(x):
-    return tl.where(x > 0, x * 0 + 1, tl.where(x < 0, x * 0 - 1, x))
+    return tl.where(x > 0, 1, tl.where(x < 0, -1, x))
 
 
 @triton.jit
@@ -62,6 +62,14 @@ def expm1(x):
 
 
 @triton.jit
+def tanh(x):
+    """Through exp of a number that is not positive: no overflow."""
+    t = expm1(-2.0 * tl.abs(x))
+    t = -t / (t + 2.0)
+    return tl.where(x < 0, -t, t)
+
+
+@triton.jit
 def log1p(x):
     """2 artanh(x / (2 + x)) by its series where log(1 + x) would lose digits."""
     s = x / (2.0 + x)
@@ -72,7 +80,7 @@ def log1p(x):
 
 @triton.jit
 def softplus(x):
-    return maximum(x, x * 0) + log1p(tl.exp(-tl.abs(x)))
+    return tl.where(x > 0, x, 0.0) + log1p(tl.exp(-tl.abs(x)))
 
 
 @triton.jit
@@ -122,7 +130,7 @@ def power_int(a, b):
     """For exponents b >= 0. Wraps around."""
     result = a * 0 + b * 0 + 1
     factor = a + b * 0
-    for bit in tl.static_range(31):
+    for bit in range(31):
         result = tl.where((b >> bit) & 1 == 1, result * factor, result)
         factor = factor * factor
     return result
