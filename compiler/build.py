@@ -2,7 +2,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,28 +13,33 @@ from ingot.runtime.manifest import canonical_json
 
 from .cache.build_cache import BuildCache
 from .checkpoint.checkpoint import Checkpoint
-from .checkpoint.quantized import quantization_report, read_quantized
+from .checkpoint.quantized import quantization_report, stored_schemes, stored_weights
 from .clock import Clock, Progress
-from .cpu.generate import CpuProgram, generate
+from .cpu.generate import CpuProgram
+from .cpu.generate import generate as generate_for_cpu
 from .engine_writer import EngineWriter
+from .gpu.generate import GpuProgram
+from .gpu.generate import generate as generate_for_gpu
 from .ir.dump import dump
 from .ir.graph import Graph
 from .model_facts import ModelFacts
 from .model_source import CheckpointSource, ConfigSource, ModelSource, open_checkpoint_source
-from .passes.pipeline import cpu_pipeline, run_passes
-from .precision import Precision, find_precision
+from .passes.pipeline import cpu_pipeline, gpu_pipeline, run_passes
+from .precision import Precision, find_precision, with_layers
 from .quality_gate import Gate, Quality, quality_of, require_measurable
 from .refit_record import REFIT_MEMBER, refit_record
 from .targets import Target, find_target
 from .version import ingot_version, toolchain_versions
 from .write_weights import write_weights
 
-DEFAULT_MAX_BATCH_SIZE = 16
-DEFAULT_MAX_NUM_TOKENS = 512
 DEFAULT_MAX_SEQ_LEN = 4096
 BLOCK_SIZE = 16
 """Tokens of a KV block."""
-CODE_MEMBER = "code/model.so"
+
+_LARGE_GPU_GIB = 64
+"""From so much memory on a GPU serves many sequences at a time, and its arena may be large."""
+
+Program = CpuProgram | GpuProgram
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,7 @@ class BuildRequest:
     measure_quality  run the engine over a held-out text and record how far it is from the model; needs a machine that
                      can run it
     max_perplexity_increase, min_top1_agreement  measure, and fail if the engine is worse; see Gate
+    layers           pattern of names of layers -> precision of those that match; see with_layers
     """
 
     model: str
@@ -72,6 +79,7 @@ class BuildRequest:
     measure_quality: bool = False
     max_perplexity_increase: float | None = None
     min_top1_agreement: float | None = None
+    layers: Mapping[str, str] | None = None
 
     @property
     def gate(self) -> Gate:
@@ -107,17 +115,21 @@ def build(request: BuildRequest, progress: Progress = lambda stage, detail: None
     Nothing is left behind by a build that fails, but for what it has put into the cache.
     """
     target = find_target(request.target)
-    target.require_engines(request.precision)
-    precision = find_precision(request.precision)
-    target.require_precision(precision.name)
+    precision = find_precision(request.precision, target.gpu)
+    for name in (precision.name, *(request.layers or {}).values()):
+        target.require_precision(name)
+    precision = with_layers(precision, request.layers or {}, target.gpu)
     if request.measures and request.strip_weights:
         raise RequestError("the quality of an engine without weights cannot be measured; leave one of the two out")
-    kv = _kv_precision(request, target, precision.kv)
+    if request.measures and target.gpu is not None:
+        raise RequestError(f"the quality of an engine for {target.name} is not measured while it is built; build it "
+                           "without, and compare it with its checkpoint: ingot compare")
+    kv = _kv_precision(request, target, precision)
     clock = Clock(progress)
     source = _source(request)
     with clock.stage("config", source.place):
         facts = source.facts(cache)
-    limits = _limits(request, source.name, facts)
+    limits = _limits(request, target, source.name, facts)
     output = request.output or Path(f"{source.name}.{target.name.replace(':', '-')}.{precision.name}.engine")
     if output.exists() and not request.force and not request.dry_run:
         raise RequestError(f"{output} exists.\n  Replace it with --force, or name another with -o.")
@@ -129,9 +141,13 @@ def build(request: BuildRequest, progress: Progress = lambda stage, detail: None
         imported, found = source.graph(facts, limits["max_seq_len"], cache)
     warnings = (*found, *facts.warnings)
     with clock.stage("passes", f"{len(imported.nodes)} operations"):
-        graph = run_passes(imported, cpu_pipeline(precision, kv), request.dump, lambda name: progress("passes", name))
+        stored = stored_schemes(source.checkpoint) if isinstance(source, CheckpointSource) else {}
+        pipeline = cpu_pipeline if target.gpu is None else gpu_pipeline
+        graph = run_passes(imported, pipeline(precision, kv, stored), request.dump,
+                           lambda name: progress("passes", name))
     with clock.stage("plan", f"{len(graph.nodes)} operations after fusion"):
-        program = generate(graph, target.isa, limits, BLOCK_SIZE)
+        program = _program(graph, target, precision, limits, lambda symbol: progress("plan", f"compiling {symbol}"),
+                           cache)
     manifest = _manifest(request, source, facts, imported, target, precision, kv, limits, program)
     if isinstance(source, CheckpointSource):
         warnings = (*warnings, *_quantization(source.checkpoint, program, target, manifest))
@@ -139,10 +155,11 @@ def build(request: BuildRequest, progress: Progress = lambda stage, detail: None
         return BuildResult(None, "", manifest, clock.seconds, warnings, _reused(cache))
     assert isinstance(source, CheckpointSource)
     if request.measures:
-        require_measurable(program.machine, program.features, source.checkpoint, facts.tokenizer)
+        require_measurable(manifest["target"]["machine"], manifest["target"]["features"], source.checkpoint,
+                           facts.tokenizer)
     with clock.stage("compile", f"{len(program.kernels)} kernels for {target.isa}"):
-        code = program.compile(request.compiler, cache)
-    size = len(code) + (0 if request.strip_weights else manifest["memory"]["weights_bytes"])
+        code = program.members(request.compiler, cache)
+    size = sum(map(len, code.values())) + (0 if request.strip_weights else manifest["memory"]["weights_bytes"])
     quality = None
     with EngineWriter(output, request.force, size, request.strip_weights) as writer:
         written = write_weights(writer, program.weights, source.checkpoint, facts.tokenizer, request.calibrate, clock,
@@ -152,7 +169,8 @@ def build(request: BuildRequest, progress: Progress = lambda stage, detail: None
         manifest["calibration"] = written.calibration
         with clock.stage("write", str(output)):
             writer.add("plan.json", canonical_json(program.plan(written.weights).to_json()))
-            writer.add(CODE_MEMBER, code)
+            for name, data in code.items():
+                writer.add(name, data)
             writer.add(REFIT_MEMBER, refit_record(source.checkpoint, facts, program.weights))
             for name, data in facts.tokenizer.items():
                 writer.add(f"tokenizer/{name}", data)
@@ -175,7 +193,8 @@ def import_into(request: BuildRequest, cache: BuildCache) -> None:
     """Only what all builds of this model have in common: its configuration and its graph, for the cache."""
     source = _source(request)
     facts = source.facts(cache)
-    source.graph(facts, _limits(request, source.name, facts)["max_seq_len"], cache)
+    limits = _limits(request, find_target(request.target), source.name, facts)
+    source.graph(facts, limits["max_seq_len"], cache)
 
 
 def _source(request: BuildRequest) -> ModelSource:
@@ -188,19 +207,34 @@ def _reused(cache: BuildCache | None) -> dict[str, tuple[int, int]]:
     return {} if cache is None else {kind: (uses.found, uses.found + uses.made) for kind, uses in cache.uses.items()}
 
 
-def _kv_precision(request: BuildRequest, target: Target, default: str) -> str:
-    kv = request.kv_precision or default
+def _program(graph: Graph, target: Target, precision: Precision, limits: dict[str, int],
+             compiling: Callable[[str], None], cache: BuildCache | None) -> Program:
+    """Launches and kernels. Those of a GPU are compiled here: which ones are chosen depends on what comes out."""
+    if target.gpu is None:
+        return generate_for_cpu(graph, target.isa, limits, BLOCK_SIZE)
+    if cache is not None:
+        return generate_for_gpu(graph, target.gpu, precision.floats, limits, BLOCK_SIZE, compiling,
+                                cache.folder / "kernels")
+    with tempfile.TemporaryDirectory(prefix="ingot-kernels-") as folder:
+        return generate_for_gpu(graph, target.gpu, precision.floats, limits, BLOCK_SIZE, compiling, Path(folder))
+
+
+def _kv_precision(request: BuildRequest, target: Target, precision: Precision) -> str:
+    kv = request.kv_precision or precision.kv
     if kv not in target.kv_precisions:
         raise RequestError(f"{target.name} has no KV cache in {kv!r}; it has: {', '.join(target.kv_precisions)}")
+    if target.gpu is not None and kv not in (precision.floats, "fp8", "int8"):
+        raise RequestError(f"an engine in {precision.name} for {target.name} computes in {precision.floats}; its KV "
+                           f"cache may be {precision.floats}, fp8 or int8, not {kv}")
     return kv
 
 
-def _limits(request: BuildRequest, model: str, facts: ModelFacts) -> dict[str, int]:
+def _limits(request: BuildRequest, target: Target, model: str, facts: ModelFacts) -> dict[str, int]:
     longest = facts.max_positions or DEFAULT_MAX_SEQ_LEN
+    batch, tokens = _default_step(target)
     asked = {"max_batch_size": request.max_batch_size, "max_num_tokens": request.max_num_tokens,
              "max_seq_len": request.max_seq_len}
-    defaults = {"max_batch_size": DEFAULT_MAX_BATCH_SIZE, "max_num_tokens": DEFAULT_MAX_NUM_TOKENS,
-                "max_seq_len": longest}
+    defaults = {"max_batch_size": batch, "max_num_tokens": tokens, "max_seq_len": longest}
     limits = {name: defaults[name] if value is None else value for name, value in asked.items()}
     for name, value in limits.items():
         if value < 1:
@@ -213,31 +247,39 @@ def _limits(request: BuildRequest, model: str, facts: ModelFacts) -> dict[str, i
     return limits
 
 
+def _default_step(target: Target) -> tuple[int, int]:
+    """Sequences and tokens of a step, where the user does not say."""
+    if target.gpu is None:
+        return 16, 512
+    return (128, 8192) if target.gpu.memory_gib >= _LARGE_GPU_GIB else (32, 2048)
+
+
 def _manifest(request: BuildRequest, source: ModelSource, facts: ModelFacts, imported: Graph, target: Target,
-              precision: Precision, kv: str, limits: dict[str, int], program: CpuProgram) -> dict[str, Any]:
+              precision: Precision, kv: str, limits: dict[str, int], program: Program) -> dict[str, Any]:
     """What is known before the weights are read. recipe: the fields of a BuildRequest that give this engine again."""
     return {
         "ingot_version": ingot_version(),
         "model": {"name": source.name, "architecture": facts.architecture, "config_sha256": facts.config_sha256,
                   "vocab_size": program.vocab_size},
-        "target": {"name": target.name, "kind": target.kind, "isa": target.isa, "machine": program.machine,
-                   "features": list(program.features)},
-        "precision": precision.name,
+        "target": {"name": target.name, "kind": target.kind, "isa": target.isa,
+                   **program.target_facts()},
+        "precision": "mixed" if request.layers else precision.name,
         "kv_precision": kv,
         "limits": limits,
         "kernels": program.kernel_table(),
         "memory": program.memory(),
-        "toolchain": toolchain_versions(request.compiler),
+        "toolchain": toolchain_versions(request.compiler, target.kind),
         "graph_sha256": hashlib.sha256(dump(imported).encode()).hexdigest(),
         "recipe": {"name": source.name, "target": target.name, "precision": precision.name, "kv_precision": kv,
-                   **limits, "compiler": request.compiler, "calibrate": request.calibrate,
+                   **limits, **({"layers": dict(request.layers)} if request.layers else {}),
+                   "compiler": request.compiler, "calibrate": request.calibrate,
                    "dump": request.dump is not None, "measure_quality": request.measures},
-    }
+    } | program.facts()
 
 
-def _quantization(checkpoint: Checkpoint, program: CpuProgram, target: Target, manifest: dict[str, Any]) -> list[str]:
+def _quantization(checkpoint: Checkpoint, program: Program, target: Target, manifest: dict[str, Any]) -> list[str]:
     """Adds to the manifest how the checkpoint is quantized, if it is; what the user should know of it."""
-    quantized = read_quantized(checkpoint)
+    quantized = stored_weights(checkpoint)
     if quantized is None:
         return []
     packed = [(weight.expr, weight.packing.scheme) for weight in program.weights]
