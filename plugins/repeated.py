@@ -33,7 +33,7 @@ def repeated(first: CpuKernel, num_first: int, outputs: Mapping[int, int], secon
     constants = f"{sorted(outputs.items())} {sorted(passed.items())}"
     digest = hashlib.sha256(constants.encode()).hexdigest()[:8]
     return CpuKernel(f"{first.symbol}__{second.symbol}_{digest}", "cpu/repeated.h", "\n".join(lines),
-                     first.prelude + second.prelude)
+                     first.prelude + second.prelude, second.choice or first.choice)
 
 
 def _indented(body: str) -> list[str]:

@@ -24,10 +24,10 @@ typedef struct {
 
 INGOT_INLINE ingot_attention_cut ingot_attention_plan(const ingot_step *step, int seq, ingot_attention c) {
     ingot_attention_cut cut;
-    int group = c.q_heads / c.kv_heads, rows = ATTENTION_ROWS(c.q_heads, c.kv_heads, c.key_dim, c.value_dim);
+    int group = c.q_heads / c.kv_heads;
     cut.tokens = step->query_start[seq + 1] - step->query_start[seq];
     cut.context = step->context_len[seq];
-    cut.tile = rows / group;
+    cut.tile = c.rows / group;
     cut.tiles = (cut.tokens + cut.tile - 1) / cut.tile;
     cut.few = cut.tokens * group <= ATTENTION_FEW_ROWS;
     cut.heads = cut.few && cut.tokens ? ATTENTION_FEW_ITEM / (cut.tokens * group) : 1;
@@ -36,7 +36,7 @@ INGOT_INLINE ingot_attention_cut ingot_attention_plan(const ingot_step *step, in
     cut.base = ingot_attention_low(cut.context - cut.tokens, c) & ~15;
     int keys = cut.context - cut.base;
     int most = cut.tokens <= ATTENTION_MAX_RANGES ? ATTENTION_MAX_RANGES / (cut.tokens ? cut.tokens : 1) : 1;
-    int ranges = (keys + ATTENTION_MIN_RANGE - 1) / ATTENTION_MIN_RANGE;
+    int ranges = (keys + c.min_range - 1) / c.min_range;
     ranges = ranges > most ? most : ranges < 1 ? 1 : ranges;
     cut.range = ((keys + ranges - 1) / ranges + 15) & ~15;
     cut.ranges = keys > 0 ? (keys + cut.range - 1) / cut.range : 1;

@@ -89,10 +89,10 @@ INGOT_INLINE void ingot_many_softmax(float *scores, int row, int keys, int padde
 INGOT_INLINE void ingot_attention_many(ingot_kv k_cache, ingot_kv v_cache, const int32_t *blocks,
                                        ingot_attention_item item, ingot_attention_rows rows, ingot_attention c,
                                        float *work) {
-    const int max_rows = ATTENTION_ROWS(c.q_heads, c.kv_heads, c.key_dim, c.value_dim);
+    const int max_rows = c.rows;
     const int k_row = ATTENTION_ALIGN(c.key_dim, 16), v_row = ATTENTION_ALIGN(c.value_dim, 16), s_row = max_rows + 16;
-    float *panels = work, *scores = panels + max_rows * k_row, *k_tile = scores + ATTENTION_KEYS * s_row;
-    float *v_tile = k_tile + ATTENTION_KEYS * k_row, *sums = v_tile + ATTENTION_KEYS * v_row;
+    float *panels = work, *scores = panels + max_rows * k_row, *k_tile = scores + c.keys * s_row;
+    float *v_tile = k_tile + c.keys * k_row, *sums = v_tile + c.keys * v_row;
     float *m = sums + (max_rows + 16) * v_row, *l = m + s_row, *scale = l + s_row, *low = scale + s_row;
     float *high = low + s_row;
     int group = c.q_heads / c.kv_heads, count = item.tokens * group;
@@ -108,7 +108,7 @@ INGOT_INLINE void ingot_attention_many(ingot_kv k_cache, ingot_kv v_cache, const
         high[r] = (float)position;
     }
     for (int i = 0; i < sum_rows * v_row; i++) sums[i] = 0.0f;
-    for (int j = 0; j < ATTENTION_KEYS; j++) {
+    for (int j = 0; j < c.keys; j++) {
         for (int r = padded; r < sum_rows; r++) scores[j * s_row + r] = 0.0f;
     }
     int first_low = ingot_attention_low(item.position, c);
@@ -116,8 +116,8 @@ INGOT_INLINE void ingot_attention_many(ingot_kv k_cache, ingot_kv v_cache, const
 
     /* Tiles lie at multiples of their size, whatever the item's begin: a row's arithmetic does not depend on which
      * other rows it shares the item with. */
-    for (int start = item.begin / ATTENTION_KEYS * ATTENTION_KEYS; start < item.end; start += ATTENTION_KEYS) {
-        int stop = start + ATTENTION_KEYS < item.end ? start + ATTENTION_KEYS : item.end, keys = stop - start;
+    for (int start = item.begin / c.keys * c.keys; start < item.end; start += c.keys) {
+        int stop = start + c.keys < item.end ? start + c.keys : item.end, keys = stop - start;
         int by_rows = ATTENTION_ALIGN(keys, GEMM_ROWS);
         ingot_many_load(k_cache, blocks, item.head, c.key_dim, start, item.begin, stop, start + by_rows, k_tile, k_row,
                         c);

@@ -9,6 +9,8 @@ typedef struct {
     size_t block_stride;      /* elements of the cache from one block to the next */
     int q_stride, out_stride; /* floats from one token's row to the next */
     int window, chunk;        /* 0: none */
+    int rows, keys;           /* of an item of many rows: its rows at most, and the keys that it takes at a time */
+    int min_range;            /* keys of a range at least, if there are two */
     float scale, softcap;     /* softcap 0: none */
 } ingot_attention;
 
@@ -25,10 +27,9 @@ typedef struct {
     float *out, *partial; /* partial: null, or [token, Hq, value_dim + 2 padded], ending with m and l */
 } ingot_attention_rows;
 
-/* At most so many ranges of keys in a sequence, none shorter than ATTENTION_MIN_RANGE (if there are two). With n new
- * tokens at most MAX / n, so that a sequence takes at most MAX rows of Hq heads in scratch. */
+/* At most so many ranges of keys in a sequence. With n new tokens at most MAX / n, so that a sequence takes at most MAX
+ * rows of Hq heads in scratch. */
 #define ATTENTION_MAX_RANGES 16
-#define ATTENTION_MIN_RANGE 64
 #define ATTENTION_PARTIAL(value_dim) (((value_dim) + 2 + 15) / 16 * 16)
 
 /* Up to so many rows a key/value head scores are dot products along the head; above, matrix products over rows in
@@ -41,24 +42,15 @@ typedef struct {
 /* The start of a running maximum: finite, so that a row that has seen no key yet gives exp(-inf - m) = 0, not NaN. */
 #define ATTENTION_NO_PEAK -1e30f
 
-/* Keys in a tile: a multiple of GEMM_ROWS and of 16. A tile of keys, its scores and the operands of one block of the
- * matrix products then stay in the first-level cache for usual heads. */
-#define ATTENTION_KEYS 48
 #define ATTENTION_FEW_KEYS 64
 #define ATTENTION_ALIGN(n, a) (((n) + (a) - 1) / (a) * (a))
 
-/* Rows of an item at most: a multiple of 64, and never less than one token's heads. */
-#define ATTENTION_BASE_ROWS(dk, dv) ((dk) + (dv) <= 256 ? 128 : 64)
-#define ATTENTION_ROWS(hq, hkv, dk, dv) \
-    ((hq) / (hkv) > ATTENTION_BASE_ROWS(dk, dv) ? ATTENTION_ALIGN((hq) / (hkv), 64) : ATTENTION_BASE_ROWS(dk, dv))
-
 /* Working memory of one worker in floats, on its stack: queries, scores, keys, values, sums, and five numbers a row.
- * Items of few rows, with ATTENTION_FEW_ITEM queries, scores and sums, need less. */
-#define ATTENTION_WORK(hq, hkv, dk, dv)                                  \
-    (ATTENTION_ROWS(hq, hkv, dk, dv) * ATTENTION_ALIGN(dk, 16)           \
-     + ATTENTION_KEYS * (ATTENTION_ROWS(hq, hkv, dk, dv) + 16)           \
-     + ATTENTION_KEYS * (ATTENTION_ALIGN(dk, 16) + ATTENTION_ALIGN(dv, 16)) \
-     + (ATTENTION_ROWS(hq, hkv, dk, dv) + 16) * (ATTENTION_ALIGN(dv, 16) + 5))
+ * rows is a multiple of 64 and no less than one token's heads, keys one of GEMM_ROWS and of 16. Items of few rows, with
+ * ATTENTION_FEW_ITEM queries, scores and sums, need less. */
+#define ATTENTION_WORK(rows, keys, dk, dv)                                                              \
+    ((rows) * ATTENTION_ALIGN(dk, 16) + (keys) * ((rows) + 16 + ATTENTION_ALIGN(dk, 16) + ATTENTION_ALIGN(dv, 16)) \
+     + ((rows) + 16) * (ATTENTION_ALIGN(dv, 16) + 5))
 
 /* The first key position that a token may see. */
 INGOT_INLINE int ingot_attention_low(int position, ingot_attention c) {

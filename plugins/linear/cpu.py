@@ -16,6 +16,32 @@ _CACHE_BYTES = 512 << 10
 
 
 @dataclass(frozen=True)
+class Tactic:
+    """How a matrix is walked. All ways give the same result, to the bit. 0: what the model of the processor says, which
+    is the registers and caches that its instruction set lets expect (linear.h and the functions below).
+
+    rows, panels  of the largest tile: tokens, and 16 output channels each
+    k_step        channels of K at a time, whose weights stay in a cache for all rows; of schemes in floats only
+    block_rows    tokens that are taken through all panels together
+    ahead         how far ahead of its use a weight is fetched, in bytes
+    """
+
+    rows: int = 0
+    panels: int = 0
+    k_step: int = 0
+    block_rows: int = 0
+    ahead: int = 0
+
+    @property
+    def tag(self) -> str:
+        """For a kernel's symbol: "r4p2a4096"; "" for the model's choice."""
+        return "".join(f"{name[0]}{value}" for name, value in vars(self).items() if value)
+
+
+MODEL = Tactic()
+
+
+@dataclass(frozen=True)
 class Problem:
     """y[rows, n] = x[rows, k] w[n, k]^T (+ bias[n]) (+ residual[rows, n])
 
@@ -25,6 +51,7 @@ class Problem:
     x_stride    elements between rows of a float x; 0: k
     float_input an integer kernel takes x as float32 and quantizes it itself (each worker all of it): saves a launch
                 for m <= MAX_FUSED_ROWS
+    tactic      how, where it was measured
     """
 
     n: int
@@ -36,6 +63,7 @@ class Problem:
     residual: bool = False
     x_stride: int = 0
     float_input: bool = False
+    tactic: Tactic = MODEL
 
     def __post_init__(self) -> None:
         assert not self.float_input or (self.scheme.is_integer and self.m <= MAX_FUSED_ROWS), self
@@ -64,38 +92,61 @@ def emit(problem: Problem) -> CpuKernel:
                        f"ingot_quantize(args[0], rows, {row_count(p.rows)}, {p.k}, {p.x_stride or p.k}, "
                        f"{p.scheme.weight_bits}, {p.scheme.act_group}, 0, 1);\n")
     bias, residual = "args[3]" if p.bias else "NULL", f"args[{3 + p.bias}]" if p.residual else "NULL"
-    tile, max_rows, panels, k_step = tile_arguments(p.scheme, p.size_class, p.k)
+    tile, max_rows, panels, k_step = tile_arguments(p.scheme, p.size_class, p.k, p.tactic)
     if p.residual:
         k_step = str(p.k)  # y may be the residual: it cannot hold sums on the way
     body = (f"{prepare}const ingot_matmul job = {{.x = {source}, .x_stride = {stride}, .share = 1, .w = args[1],\n"
             f"                          .y = args[2], .bias = {bias}, .residual = {residual},\n"
-            f"                          .n = {p.n}, .k = {p.k}}};\n"
+            f"                          .n = {p.n}, .k = {p.k}, .ahead = {ahead(p.scheme, p.tactic)}}};\n"
             f"ingot_linear({tile}, {max_rows}, {panels}, {k_step}, &job, {row_count(p.rows)},\n"
-            f"             {block_rows(p.scheme, p.k)}, worker, num_workers);")
-    return CpuKernel(_symbol(p), "linear/linear.h", body)
+            f"             {block_rows(p.scheme, p.k, p.tactic)}, worker, num_workers);")
+    return CpuKernel(_symbol(p), "linear/linear.h", body, choice=p)
 
 
-def tile_arguments(scheme: Scheme, size_class: int, k: int) -> tuple[str, str, str, str]:
+def tile_arguments(scheme: Scheme, size_class: int, k: int, tactic: Tactic = MODEL) -> tuple[str, str, str, str]:
     """The C words for: tile function, its largest rows and panels, channels of K at a time.
 
     With few tokens the weights come from memory, and do so fastest as one stream. In bf16 they come as two, since a
     single token gives a panel one chain of additions, which is too slow for it alone.
     """
-    rows = "1" if size_class == 1 else "INGOT_ROWS"
-    if not scheme.is_integer:
+    rows = "1" if size_class == 1 else str(tactic.rows or "INGOT_ROWS")
+    if scheme.is_integer:
+        tile = f"ingot_tile_{scheme.name}" + ("_row" if scheme.weight_bits == 8 and scheme.act_group == 0 else "")
+        panels, k_step = "INGOT_PANELS" if size_class == 0 else "1", str(k)
+    else:
+        tile = f"ingot_tile_{scheme.name}"
         panels = ("2" if scheme.weight_bits == 16 else "1") if size_class == 1 else "INGOT_PANELS"
-        return f"ingot_tile_{scheme.name}", rows, panels, "INGOT_FLOAT_K_STEP" if size_class == 0 else str(k)
-    tile = f"ingot_tile_{scheme.name}" + ("_row" if scheme.weight_bits == 8 and scheme.act_group == 0 else "")
-    return tile, rows, "INGOT_PANELS" if size_class == 0 else "1", str(k)
+        k_step = str(tactic.k_step or "INGOT_FLOAT_K_STEP") if size_class == 0 else str(k)
+    return tile, rows, str(tactic.panels or panels), k_step
 
 
-def block_rows(scheme: Scheme, k: int) -> int:
+def ahead(scheme: Scheme, tactic: Tactic = MODEL) -> str:
+    """In C, how far ahead of its use a weight is fetched."""
+    return str(tactic.ahead or ("INGOT_INTEGER_AHEAD" if scheme.is_integer else "INGOT_FLOAT_AHEAD"))
+
+
+def block_rows(scheme: Scheme, k: int, tactic: Tactic = MODEL) -> int:
     """Tokens that are taken through all panels together."""
-    return min(256, max(64, _CACHE_BYTES // (row_bytes(k, scheme) if scheme.is_integer else 4 * k) // 16 * 16))
+    row = row_bytes(k, scheme) if scheme.is_integer else 4 * k
+    return tactic.block_rows or min(256, max(64, _CACHE_BYTES // row // 16 * 16))
+
+
+def tactics(problem: Problem) -> tuple[Tactic, ...]:
+    """What is worth measuring for a problem of this size class, the model's choice first."""
+    if problem.size_class == 1:
+        shapes = [Tactic(panels=panels) for panels in (1, 2)]
+        return (MODEL, *shapes, *(Tactic(ahead=ahead) for ahead in (1024, 2048, 4096, 8192, 16384)))
+    shapes = [Tactic(rows=rows, panels=panels) for rows in (2, 4, 8) for panels in (1, 2)]
+    if problem.size_class == 8:
+        return (MODEL, *shapes, *(Tactic(ahead=ahead) for ahead in (2048, 16384)))
+    blocks = [Tactic(block_rows=rows) for rows in (32, 64, 128, 256)]
+    steps = [] if problem.scheme.is_integer or problem.residual else [Tactic(k_step=step) for step in (256, 1024)]
+    return (MODEL, *shapes[2:], *blocks, *steps)
 
 
 def _symbol(p: Problem) -> str:
     size = {1: "m1", 8: "m8", 0: "mx"}[p.size_class]
     options = [(p.rows != "T", p.rows.replace("*", "")), (p.bias, "bias"), (p.residual, "residual"),
-               (p.float_input, "quantize"), (p.x_stride not in (0, p.k), f"x{p.x_stride}")]
+               (p.float_input, "quantize"), (p.x_stride not in (0, p.k), f"x{p.x_stride}"),
+               (p.tactic != MODEL, p.tactic.tag)]
     return "_".join(["linear", p.scheme.tag, f"n{p.n}", f"k{p.k}", size, *(name for on, name in options if on)])

@@ -7,7 +7,8 @@
 #include "tile_float.h"
 #include "tile_integer.h"
 
-/* The largest tiles: what its accumulators leave of the registers holds weights and activations. */
+/* What Tactic (cpu.py) says unless a measurement has said otherwise.
+ * The largest tiles: what its accumulators leave of the registers holds weights and activations. */
 #if VF_LANES == 16
 #define INGOT_ROWS 8
 #define INGOT_PANELS 2
@@ -17,6 +18,8 @@
 #endif
 /* Channels of K whose weights (two panels of fp32: 64 KiB) and activations stay in the second-level cache. */
 #define INGOT_FLOAT_K_STEP 512
+#define INGOT_FLOAT_AHEAD 4096
+#define INGOT_INTEGER_AHEAD 8192
 
 /* `tile` with at most max_rows tokens and `width` panels; `block_rows` tokens are taken through all panels together. */
 INGOT_INLINE void ingot_linear(ingot_tile tile, const int max_rows, const int width, const int k_step,

@@ -44,6 +44,7 @@ typedef struct ingot_matmul {
     const float *bias;          /* [n] or NULL */
     const float *residual;      /* as y, or NULL; may be y itself */
     int n, k;
+    size_t ahead;               /* how far ahead of its use a weight is fetched, in bytes */
 } ingot_matmul;
 
 /* Computes `rows` tokens from `row` on x `panels` panels from `panel` on x channels [k_begin, k_end) of K; rows and

@@ -6,9 +6,6 @@
 typedef vf ingot_sums[INGOT_TILE_ROWS][INGOT_TILE_PANELS][INGOT_PARTS];
 typedef vf ingot_weights[INGOT_TILE_PANELS][INGOT_PARTS];
 
-/* How far ahead of its use a weight is fetched. */
-#define INGOT_FLOAT_AHEAD 4096
-
 /* K is cut into pieces for the cache's sake; y holds the sums in between. */
 INGOT_INLINE void ingot_begin_sums(const ingot_matmul *job, ingot_sums sums, const int rows, const int panels,
                                    int k_begin, int row, int panel) {
@@ -36,7 +33,7 @@ INGOT_INLINE void ingot_tile_fp32(const ingot_matmul *job, const int rows, const
         ingot_weights weights;
         INGOT_UNROLL for (int p = 0; p < panels; p++) {
             const float *from = w + (size_t)p * panel_floats + (size_t)k * INGOT_PANEL;
-            ingot_fetch(from, INGOT_FLOAT_AHEAD, (size_t)(job->k - k) * 64, panels, panel_floats * 4);
+            ingot_fetch(from, job->ahead, (size_t)(job->k - k) * 64, panels, panel_floats * 4);
             INGOT_UNROLL for (int h = 0; h < INGOT_PARTS; h++) weights[p][h] = vf_load(from + h * VF_LANES);
         }
         INGOT_UNROLL for (int r = 0; r < rows; r++) {
@@ -65,12 +62,12 @@ INGOT_INLINE void ingot_widen_pairs(const uint16_t *from, vf *even, vf *odd) {
 }
 
 /* One pair of channels of K, or its even one alone where K ends: there is no x to read for the other. */
-INGOT_INLINE void ingot_add_pair(const uint16_t *w, size_t panel_pairs, const float *const *x, ingot_sums sums,
-                                 const int rows, const int panels, int pair, const int whole) {
+INGOT_INLINE void ingot_add_pair(const ingot_matmul *job, const uint16_t *w, size_t panel_pairs, const float *const *x,
+                                 ingot_sums sums, const int rows, const int panels, int pair, const int whole) {
     ingot_weights even, odd;
     INGOT_UNROLL for (int p = 0; p < panels; p++) {
         const uint16_t *from = w + 2 * INGOT_PANEL * ((size_t)p * panel_pairs + (size_t)pair);
-        ingot_fetch(from, INGOT_FLOAT_AHEAD, (panel_pairs - (size_t)pair) * 64, panels, panel_pairs * 64);
+        ingot_fetch(from, job->ahead, (panel_pairs - (size_t)pair) * 64, panels, panel_pairs * 64);
         INGOT_UNROLL for (int h = 0; h < INGOT_PARTS; h++)
             ingot_widen_pairs(from + 2 * h * VF_LANES, &even[p][h], &odd[p][h]);
     }
@@ -90,8 +87,8 @@ INGOT_INLINE void ingot_tile_bf16(const ingot_matmul *job, const int rows, const
     INGOT_UNROLL for (int r = 0; r < rows; r++) x[r] = (const float *)ingot_row(job, row + r);
     ingot_begin_sums(job, sums, rows, panels, k_begin, row, panel);
     for (int pair = k_begin / 2; pair < k_end / 2; pair++)
-        ingot_add_pair(w, panel_pairs, x, sums, rows, panels, pair, 1);
-    if (k_end % 2) ingot_add_pair(w, panel_pairs, x, sums, rows, panels, k_end / 2, 0);
+        ingot_add_pair(job, w, panel_pairs, x, sums, rows, panels, pair, 1);
+    if (k_end % 2) ingot_add_pair(job, w, panel_pairs, x, sums, rows, panels, k_end / 2, 0);
     ingot_end_sums(job, sums, rows, panels, k_end, row, panel);
 }
 

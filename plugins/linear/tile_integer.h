@@ -11,9 +11,6 @@
 /* Two blocks and their scales. */
 #define INGOT_W8_PAIR_BYTES (2 * INGOT_W8_BLOCK_BYTES + 64)
 
-/* How far ahead of its use a weight is fetched. */
-#define INGOT_INTEGER_AHEAD 8192
-
 typedef const uint8_t *ingot_rows[INGOT_TILE_ROWS];
 typedef vf ingot_float_tile[INGOT_TILE_ROWS][INGOT_TILE_PANELS][INGOT_PARTS];
 typedef vi ingot_integer_tile[INGOT_TILE_ROWS][INGOT_TILE_PANELS][INGOT_PARTS];
@@ -37,7 +34,7 @@ INGOT_INLINE void ingot_tile_w4a8(const ingot_matmul *job, const int rows, const
         INGOT_FOR_TILE(rows, panels) dots[r][p][h] = vi_set1(0);
         INGOT_UNROLL for (int p = 0; p < panels; p++)
             INGOT_UNROLL for (int line = 0; line < INGOT_W4_BLOCK_BYTES / 64; line++)
-                ingot_fetch(w + (size_t)p * panel_bytes + 64 * line, INGOT_INTEGER_AHEAD,
+                ingot_fetch(w + (size_t)p * panel_bytes + 64 * line, job->ahead,
                             (size_t)(blocks - b) * INGOT_W4_BLOCK_BYTES, panels, panel_bytes);
         INGOT_UNROLL for (int j = 0; j < 4; j++) {
             vi low[INGOT_TILE_PANELS][INGOT_PARTS], high[INGOT_TILE_PANELS][INGOT_PARTS];
@@ -68,11 +65,12 @@ INGOT_INLINE void ingot_tile_w4a8(const ingot_matmul *job, const int rows, const
 }
 
 /* dots += one block of 8-bit weights, of which w is that of the first panel and `left` bytes remain in it. */
-INGOT_INLINE void ingot_add_block_i8(ingot_integer_tile dots, const uint8_t *w, size_t panel_bytes, size_t left,
-                                     const uint8_t *const *x, int begin, const int rows, const int panels) {
+INGOT_INLINE void ingot_add_block_i8(const ingot_matmul *job, ingot_integer_tile dots, const uint8_t *w,
+                                     size_t panel_bytes, size_t left, const uint8_t *const *x, int begin,
+                                     const int rows, const int panels) {
     INGOT_UNROLL for (int p = 0; p < panels; p++)
         INGOT_UNROLL for (int line = 0; line < INGOT_W8_BLOCK_BYTES / 64; line++)
-            ingot_fetch(w + (size_t)p * panel_bytes + 64 * line, INGOT_INTEGER_AHEAD, left, panels, panel_bytes);
+            ingot_fetch(w + (size_t)p * panel_bytes + 64 * line, job->ahead, left, panels, panel_bytes);
     INGOT_UNROLL for (int j = 0; j < INGOT_BLOCK / 4; j++) {
         vi weights[INGOT_TILE_PANELS][INGOT_PARTS];
         INGOT_FOR_PARTS(panels)
@@ -104,8 +102,8 @@ INGOT_INLINE void ingot_tile_int8(const ingot_matmul *job, const int rows, const
         ingot_integer_tile dots;
         INGOT_FOR_TILE(rows, panels)
             dots[r][p][h] = vi_start_i8((const int32_t *)(ingot_scales(x[r], job->k) + blocks + b));
-        ingot_add_block_i8(dots, w, panel_bytes, (size_t)(blocks - b) * INGOT_W8_BLOCK_BYTES, x, INGOT_BLOCK * b, rows,
-                           panels);
+        ingot_add_block_i8(job, dots, w, panel_bytes, (size_t)(blocks - b) * INGOT_W8_BLOCK_BYTES, x,
+                           INGOT_BLOCK * b, rows, panels);
         INGOT_FOR_TILE(rows, panels)
             sums[r][p][h] = vf_fma(vf_set1(ingot_scales(x[r], job->k)[b]), vi_to_float(dots[r][p][h]), sums[r][p][h]);
     }
@@ -133,9 +131,9 @@ INGOT_INLINE void ingot_tile_int8g32(const ingot_matmul *job, const int rows, co
         INGOT_FOR_TILE(rows, panels)
             dots[r][p][h] = vi_start_i8((const int32_t *)(ingot_scales(x[r], job->k) + blocks + b));
         INGOT_UNROLL for (int p = 0; p < panels; p++)
-            ingot_fetch(scales + (size_t)p * panel_bytes, INGOT_INTEGER_AHEAD, (size_t)(end - scales), panels,
+            ingot_fetch(scales + (size_t)p * panel_bytes, job->ahead, (size_t)(end - scales), panels,
                         panel_bytes);
-        ingot_add_block_i8(dots, w, panel_bytes, (size_t)(end - w), x, INGOT_BLOCK * b, rows, panels);
+        ingot_add_block_i8(job, dots, w, panel_bytes, (size_t)(end - w), x, INGOT_BLOCK * b, rows, panels);
         INGOT_FOR_PARTS(panels) {
             const vf scale = vf_load_f16((const uint16_t *)(scales + (size_t)p * panel_bytes) + VF_LANES * h);
             INGOT_UNROLL for (int r = 0; r < rows; r++) {
@@ -159,8 +157,8 @@ INGOT_INLINE void ingot_tile_int8_row(const ingot_matmul *job, const int rows, c
     INGOT_UNROLL for (int r = 0; r < rows; r++) x[r] = ingot_row(job, row + r);
     INGOT_FOR_TILE(rows, panels) sums[r][p][h] = vi_start_i8((const int32_t *)(ingot_scales(x[r], job->k) + 1));
     for (int b = 0; b < blocks; b++, w += INGOT_W8_BLOCK_BYTES)
-        ingot_add_block_i8(sums, w, panel_bytes, (size_t)(blocks - b) * INGOT_W8_BLOCK_BYTES, x, INGOT_BLOCK * b, rows,
-                           panels);
+        ingot_add_block_i8(job, sums, w, panel_bytes, (size_t)(blocks - b) * INGOT_W8_BLOCK_BYTES, x,
+                           INGOT_BLOCK * b, rows, panels);
     INGOT_FOR_PARTS(panels) {
         const vf scale = ingot_channel_scales(w, panel_bytes, p, h);
         INGOT_UNROLL for (int r = 0; r < rows; r++) {

@@ -11,30 +11,15 @@ from __future__ import annotations
 import argparse
 import tempfile
 
-import numpy as np
-
 from ingot.compiler.cpu.isa import ISAS, host_isa
+from ingot.compiler.tune.machine import Machine
+from ingot.compiler.tune.workloads import Memory, linear_launches
 from ingot.plugins.linear.cpu import Problem, emit
 from ingot.plugins.linear.pack import packed_size
-from ingot.plugins.quantize.reference import row_bytes
 from ingot.plugins.scheme import SCHEMES, Scheme
-from ingot.runtime.devices.native_code import Step
-from tools.bench.machine import Machine, aligned
 
 _COLD_BYTES = 256 << 20
 _ARITHMETIC = {32: "float", 16: "float", 8: "int8", 4: "w4a8"}
-
-
-def seconds_of(machine: Machine, problem: Problem, tokens: int) -> float:
-    """One launch."""
-    n, k, scheme = problem.n, problem.k, problem.scheme
-    size = packed_size(n, k, scheme)
-    count = max(1, _COLD_BYTES // size) if tokens <= 8 else 1
-    weights = aligned(size * count)
-    weights[:] = np.resize(np.random.default_rng(0).integers(0, 60, 4099, dtype=np.uint8), weights.size)
-    x, y = aligned(row_bytes(k, scheme) * tokens if scheme.is_integer else 4 * k * tokens), aligned(4 * n * tokens)
-    launches = [(emit(problem), (x, weights[size * i:], y)) for i in range(count)]
-    return machine.seconds(launches, Step(num_tokens=tokens)) / count
 
 
 def main() -> None:
@@ -53,12 +38,14 @@ def main() -> None:
     problems = [(Problem(n, k, scheme, m), m) for scheme in schemes for n, k in shapes for m in options.tokens]
     with tempfile.TemporaryDirectory() as folder:
         machine = Machine([emit(problem) for problem, _ in problems], options.isa, options.workers, folder)
+        memory = Memory(_COLD_BYTES)
         print(f"{options.isa}, {options.workers} workers")
         for problem, tokens in problems:
             scheme, size = problem.scheme, packed_size(problem.n, problem.k, problem.scheme)
             # Measured beside each case, as other work on the machine comes and goes.
             read, peak = machine.read_bytes(), machine.multiply_adds(_ARITHMETIC[scheme.weight_bits])
-            seconds = seconds_of(machine, problem, tokens)
+            step, launches = linear_launches(problem, tokens, memory)
+            seconds = machine.seconds(launches, step) / len(launches)
             done, rate = problem.n * problem.k * tokens, size / seconds
             print(f"{scheme.tag:9} {problem.n:6}x{problem.k:<6} T={tokens:<4} {seconds * 1e6:9.1f} us "
                   f"{rate / 1e9:6.1f} GB/s {rate / read:5.0%} of {read / 1e9:.0f} "

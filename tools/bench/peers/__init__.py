@@ -13,5 +13,6 @@ that a busy moment of the machine falls on all of them and a ratio is taken with
     load, memory seconds until the engine is ready, and the largest resident set of the process
 
 Greedy, real text, lengths forced (EOS ignored). llama.cpp is measured by its own C++ tools, on random tokens and
-without sampling, which flatters it. The ceilings of the machine are measured in the same run (tools/bench/machine.py).
+without sampling, which flatters it. The ceilings of the machine are measured in the same run
+(compiler/tune/machine.py).
 """

@@ -2,17 +2,22 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from ingot.compiler.cpu.isa import ISAS
-from ingot.compiler.cpu.toolchain import compile_shared
 from ingot.plugins.cpu.ceilings import CEILINGS, CHAINS, OUT_BYTES, READ_PIECE_BYTES
 from ingot.plugins.kernel import INCLUDE_DIR, CpuKernel, translation_unit
 from ingot.runtime.devices.native_code import Launch, Step
+
+from ..cache.build_cache import BuildCache
+from ..cpu.isa import ISAS
+from ..cpu.toolchain import Compiler, compile_shared
+
+KERNELS_A_FILE = 6
 
 _READ_BYTES = 256 << 20
 _REPEATS = 9
@@ -22,17 +27,23 @@ _PEAK_STEPS = 1 << 20
 class Machine:
     """Times are the shortest of a few runs: whatever else the machine does can only lengthen them."""
 
-    def __init__(self, kernels: Iterable[CpuKernel], isa: str, workers: int, folder: str) -> None:
-        text = translation_unit([*kernels, *CEILINGS.values()])
-        path = Path(folder, "bench.so")
-        compile_shared({"pool.c": (INCLUDE_DIR / "cpu/pool.c").read_text(), "kernels.c": text}, ISAS[isa],
-                       [INCLUDE_DIR, INCLUDE_DIR / "cpu"], path, jobs=2)
+    def __init__(self, kernels: Iterable[CpuKernel], isa: str, workers: int, folder: str | Path,
+                 compiler: Compiler = "zig", cache: BuildCache | None = None) -> None:
+        """Raises CompileError, NoCompiler."""
+        distinct = list(dict.fromkeys(kernels))
+        files = {"pool.c": (INCLUDE_DIR / "cpu/pool.c").read_text(), "ceilings.c": translation_unit(CEILINGS.values())}
+        for start in range(0, len(distinct), KERNELS_A_FILE):
+            files[f"kernels{start}.c"] = translation_unit(distinct[start:start + KERNELS_A_FILE])
+        path = Path(folder, "kernels.so")
+        compile_shared(files, ISAS[isa], [INCLUDE_DIR, INCLUDE_DIR / "cpu"], path, compiler,
+                       len(os.sched_getaffinity(0)), cache)
         self._workers = workers
         self._library = ctypes.CDLL(str(path))
         self._library.ingot_pool_create.restype = ctypes.c_void_p
         self._pool = ctypes.c_void_p(self._library.ingot_pool_create(workers))
 
-    def seconds(self, launches: Sequence[tuple[CpuKernel, Sequence[np.ndarray | None]]], step: Step) -> float:
+    def seconds(self, launches: Sequence[tuple[CpuKernel, Sequence[np.ndarray | None]]], step: Step,
+                repeats: int = _REPEATS) -> float:
         """One run through launches with these arguments, one after the other."""
         pointers = [(ctypes.c_void_p * len(args))(*(None if a is None else a.ctypes.data for a in args))
                     for _, args in launches]
@@ -40,7 +51,7 @@ class Machine:
             Launch(ctypes.cast(getattr(self._library, kernel.symbol), ctypes.c_void_p), ctypes.addressof(p))
             for (kernel, _), p in zip(launches, pointers, strict=True)))
         times = []
-        for _ in range(_REPEATS):
+        for _ in range(repeats):
             start = time.perf_counter()
             self._library.ingot_run(self._pool, ctypes.byref(step), table, 0, len(table))
             times.append(time.perf_counter() - start)
