@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from types import FunctionType
 from typing import Any
 
 from .generated import module_of
@@ -75,11 +74,13 @@ def prepare(kernel: GpuKernel, grid: tuple[int, int, int], arguments: Mapping[st
 @cache
 def _function(module: str, source: str, name: str) -> Callable[..., None]:
     """The kernel as the interpreter rewrites it."""
-    _patch()
     from triton.runtime.interpreter import InterpretedFunction
+
+    from .interpreter_speed import install
 
     found = getattr(module_of(module, source), name)
     assert isinstance(found, InterpretedFunction), "TRITON_INTERPRET=1 must be set before triton is first imported"
+    install(check_overflow=True)
     function: Callable[..., None] = found.rewrite()
     return function
 
@@ -90,18 +91,6 @@ def _constexprs(function: Callable[..., None]) -> frozenset[str]:
     from triton.runtime.interpreter import GridExecutor
 
     return frozenset(GridExecutor(function, list(inspect.signature(function).parameters), (1, 1, 1)).constexprs)
-
-
-@cache
-def _patch() -> None:
-    """The interpreter replaces the functions of triton.language, and does so anew for each launch and for each call of
-    a function from a kernel, which takes longer than what most of them compute. Here it is done once, for good."""
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    seen = {"tl": tl, "core": tl.core}
-    interpreter._patch_lang(FunctionType((lambda: None).__code__, seen))
-    interpreter._patch_lang = lambda function: interpreter._LangPatchScope()
 
 
 def _pointer(kind: str, address: int) -> Any:

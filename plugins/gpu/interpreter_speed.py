@@ -1,0 +1,105 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
+"""What makes Triton's interpreter several times faster: it describes the same types again for every operation of every
+block, converts numbers bit by bit, and replaces the functions of triton.language for every call of a function."""
+from __future__ import annotations
+
+import dataclasses
+import math
+from types import FunctionType
+
+_installed = False
+
+
+def install(check_overflow: bool) -> None:
+    """Before the first kernel runs; later calls do nothing. check_overflow: whether an index that overflows is an
+    error, which takes nearly as long again as everything else."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    # The interpreter would put the original functions back after each launch, and look them all up again for the next.
+    interpreter._patch_lang(FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core}))
+    interpreter._patch_lang = lambda function: interpreter._LangPatchScope()
+    if not check_overflow:
+        builder = interpreter.interpreter_builder
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    _share_types(tl)
+    _share_dtypes(tl, interpreter)
+    _convert_at_once(tl, interpreter)
+
+
+def _share_types(tl) -> None:
+    """Blocks of equal shape and element type have one description; so have the shapes of tensors of one type."""
+    known = {}
+    make = tl.core.block_type.__init__
+
+    def init_type(self, element_ty, shape) -> None:
+        try:
+            found = known.get((element_ty, *shape))
+        except TypeError:  # extents that are no plain numbers
+            make(self, element_ty, shape)
+            return
+        if found is None:
+            make(self, element_ty, shape)
+            found = known[element_ty, *shape] = vars(self)
+        self.__dict__ = found
+
+    def init_tensor(self, handle, type) -> None:
+        found = vars(type).get("of_tensors")
+        if found is None:
+            shape = type.shape if type.is_block() else ()
+            found = (tl.core.constexpr(math.prod(shape)), type.scalar,
+                     tl.core.tuple([tl.core.constexpr(extent) for extent in shape]))
+            type.of_tensors = found
+        self.handle, self.type = handle, type
+        self.numel, self.dtype, self.shape = found
+
+    tl.core.block_type.__init__ = init_type
+    tl.core.tensor.__init__ = init_tensor
+
+
+def _share_dtypes(tl, interpreter) -> None:
+    known = {}
+    look_up = interpreter._get_np_dtype
+
+    def numpy_type(kind):
+        found = known.get(kind.name)
+        if found is None:
+            found = known[kind.name] = look_up(kind)
+        return found
+
+    interpreter._get_np_dtype = numpy_type
+
+
+def _convert_at_once(tl, interpreter) -> None:
+    """The conversions that every matrix product needs. The interpreter's own get subnormal numbers wrong, and take NaN
+    of e4m3 for 480; to bf16 they cut off, which is kept (`narrow` in math.py rounds beforehand)."""
+    import numpy as np
+
+    from .floats import from_e4m3
+
+    e4m3 = from_e4m3(np.arange(256, dtype=np.uint8))
+    halves = e4m3.astype(np.float16).view(np.uint16)
+    singles = e4m3.view(np.uint32)
+    quick = {("bf16", "fp32"): lambda data: data.astype(np.uint32) << 16,
+             ("fp32", "bf16"): lambda data: (data.view(np.uint32) >> 16).astype(np.uint16),
+             ("fp8e4nv", "fp32"): lambda data: singles[data],
+             ("fp8e4nv", "fp16"): lambda data: halves[data]}
+    convert = interpreter._convert_float
+
+    def convert_float(data, source, target, rounding_mode):
+        found = quick.get((source.name, target.name)) if rounding_mode is None else None
+        return convert(data, source, target, rounding_mode) if found is None else found(np.ascontiguousarray(data))
+
+    interpreter._convert_float = convert_float
+
+
+def is_interpreting() -> bool:
+    """Whether triton, imported now or before, interprets in this process."""
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpretedFunction
+
+    return isinstance(tl.standard.cdiv, InterpretedFunction)
