@@ -19,6 +19,16 @@ from ..store.store import Store
 from ..store.transfer import Transferred, pull, push
 from . import COMMON_FLAGS
 from .engine_options import add_store_argument
+from .engine_server import (
+    add_load_arguments,
+    add_server_arguments,
+    describe,
+    load_on_servers,
+    status,
+    status_arguments,
+    swap,
+    swap_arguments,
+)
 from .output import Progress, print_json, size, table
 
 
@@ -111,6 +121,8 @@ def _pin_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME")
     parser.add_argument("hash", metavar="HASH", help="of an engine in the store, or its first digits")
     _why(parser)
+    add_load_arguments(parser)
+    add_server_arguments(parser)
 
 
 def _pin(arguments: argparse.Namespace, store: Store) -> int:
@@ -121,6 +133,8 @@ def _rollback_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME")
     parser.add_argument("-n", type=int, default=1, metavar="N", help="how many engines back (default 1)")
     _why(parser)
+    add_load_arguments(parser)
+    add_server_arguments(parser)
 
 
 def _rollback(arguments: argparse.Namespace, store: Store) -> int:
@@ -129,11 +143,14 @@ def _rollback(arguments: argparse.Namespace, store: Store) -> int:
 
 def _moved(arguments: argparse.Namespace, store: Store, hash: str, action: str) -> int:
     name, old = arguments.name, store.lock.now().get(arguments.name)
+    # The servers first: what none of them takes is not what the name shall mean.
+    servers = load_on_servers(arguments, hash) if arguments.server else []
     _name(store, name, hash, action if old is not None else "add", arguments.why)
     if arguments.json:
-        print_json({"name": name, "hash": hash, "before": old.hash if old is not None else None})
+        print_json({"name": name, "hash": hash, "before": old.hash if old is not None else None,
+                    **({"servers": servers} if servers else {})})
     else:
-        print(f"{name}: {hash}" + (f"\nbefore: {old.hash}" if old is not None else ""))
+        print("\n".join([*map(describe, servers), f"{name}: {hash}", *([f"before: {old.hash}"] if old else [])]))
     return 0
 
 
@@ -372,8 +389,12 @@ Verb = tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.
 VERBS: dict[str, Verb] = {
     "list": ("what each name means now", _list_arguments, _list),
     "add": ("put an engine file into the store, under a new name", _add_arguments, _add),
-    "pin": ("move a name to another engine of the store", _pin_arguments, _pin),
-    "rollback": ("move a name back to the engine that it meant before", _rollback_arguments, _rollback),
+    "pin": ("move a name to another engine of the store, and with --server running servers too", _pin_arguments, _pin),
+    "rollback": ("move a name back to the engine that it meant before, and with --server running servers too",
+                 _rollback_arguments, _rollback),
+    "swap": ("have running servers load another engine of their store", swap_arguments,
+             lambda arguments, store: swap(arguments)),
+    "status": ("the engines that running servers have", status_arguments, lambda arguments, store: status(arguments)),
     "log": ("how names have moved, the latest first", _log_arguments, _log),
     "rm": ("take a name away", _rm_arguments, _rm),
     "export": ("write an engine of the store as an engine file", _export_arguments, _export),

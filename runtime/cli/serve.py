@@ -86,6 +86,8 @@ def server_settings(arguments: argparse.Namespace) -> ServerSettings:
         raise RequestError("--tls-client-ca needs --tls-cert and --tls-key: without TLS no client shows a certificate")
     if arguments.max_message_bytes < 1024:
         raise RequestError(f"--max-message-bytes is {arguments.max_message_bytes}; expected at least 1024")
+    if not 0 < arguments.swap_min_kv <= 1:
+        raise RequestError(f"--swap-min-kv is {arguments.swap_min_kv}; expected above 0 and at most 1")
     if not arguments.drain_timeout >= 0:
         raise RequestError(f"--drain-timeout is {arguments.drain_timeout}; expected seconds, 0 or more")
     token = None
@@ -215,8 +217,6 @@ def _fetching(arguments: argparse.Namespace) -> Callable[[str], None] | None:
 def _kv_budget(facts: Mapping[str, Any], options: EngineOptions, min_fraction: float) -> KvBudget:
     from ..executor.overlap import KvBudget
 
-    if not 0 < min_fraction <= 1:
-        raise RequestError(f"--swap-min-kv is {min_fraction}; expected above 0 and at most 1")
     host_is_tokens = options.host_cache_fraction is None
     return KvBudget(facts["kv_cache_bytes"], facts["host_kv_bytes"], options.kv_cache_tokens,
                     options.host_kv_tokens if host_is_tokens else None, min_fraction)

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from .swap import Swapper
 
 RETRY_S = 10.0
-"""Between attempts that may succeed later although the file stays: the engine is not in the store yet, or does not fit
-beside one that still finishes."""
+"""Between attempts that may succeed later although the file stays: the engine is neither in the store nor where it
+comes from yet, or does not fit beside one that still finishes."""
 
 
 class Follower:
@@ -57,18 +57,22 @@ class Follower:
             self._tell_bad(str(error))
             return
         if wanted == self._done:
+            self._problem = ""
             return
         if self._problem and time.monotonic() < self._retry_at:
             return
         try:
             if self._fetch is not None and wanted != self._context.current.hash:
                 await asyncio.to_thread(self._fetch, wanted)
+        except IngotError as error:
+            self._tell_later(error)
+            return
+        try:
             await self._swapper.swap(SwapRequest(wanted))
         except Draining:
             return
         except (NotInStore, NoRoom) as error:
-            self._retry_at = time.monotonic() + self._retry_s
-            self._tell(f"{error}\n  It is tried again every {self._retry_s:g} s.")
+            self._tell_later(error)
         except IngotError as error:
             self._done = wanted
             self._tell(str(error))
@@ -81,6 +85,10 @@ class Follower:
         if move is None:
             raise LockError(f"{self._lock.path} has no engine named {self._name} any more")
         return move.hash
+
+    def _tell_later(self, error: IngotError) -> None:
+        self._retry_at = time.monotonic() + self._retry_s
+        self._tell(f"{error}\n  It is tried again every {self._retry_s:g} s.")
 
     def _tell_bad(self, problem: str) -> None:
         if problem != self._problem:
