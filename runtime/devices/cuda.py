@@ -78,7 +78,8 @@ class CudaProgram:
             plan = GpuPlan.read(engine.plan, limits)
             check_members(plan.kernels, engine.sizes)
             check_shared_memory(engine, plan, self.gpu)
-            self._kernels = CudaKernels(context, plan.kernels, engine.read)
+            self._kernels = CudaKernels(context, engine.read)
+            self._kernels.load(plan.kernels.values())
             self._lay_out(plan, limits, kv_cache_tokens, host_kv_tokens, kv_cache_fraction, progress)
         except EngineFormatError as error:
             self.close()

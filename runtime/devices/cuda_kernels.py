@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -88,23 +88,28 @@ class Parameters:
 class CudaKernels:
     """The functions of an engine's kernels in a context, to which they belong."""
 
-    def __init__(self, context: CudaContext, kernels: Mapping[str, Kernel], read: Callable[[str], bytes]) -> None:
-        """read: a member of the engine. Raises EngineFormatError if the code is not what the plan says, CudaError."""
+    def __init__(self, context: CudaContext, read: Callable[[str], bytes]) -> None:
+        """read: a member of the engine."""
         self._context = context
+        self._read = read
         self._functions: dict[str, Any] = {}
         self._images: dict[str, Any] = {}
         self._encode_tiled: Any = None
-        for kernel in kernels.values():
-            self._functions[kernel.symbol] = self._load(kernel, read)
+
+    def load(self, kernels: Iterable[Kernel]) -> None:
+        """Raises EngineFormatError if the code is not what the plan says, CudaError."""
+        for kernel in kernels:
+            if kernel.symbol not in self._functions:
+                self._functions[kernel.symbol] = self._load(kernel)
 
     def function(self, kernel: Kernel) -> Any:
         return self._functions[kernel.symbol]
 
-    def _load(self, kernel: Kernel, read: Callable[[str], bytes]) -> Any:
+    def _load(self, kernel: Kernel) -> Any:
         driver, where = self._context.driver, f"plan.kernels.{kernel.symbol}"
         try:
             if kernel.code not in self._images:
-                module = driver.call("cuModuleLoadData", read(kernel.code))
+                module = driver.call("cuModuleLoadData", self._read(kernel.code))
                 self._images[kernel.code] = self._context.own(module, "cuModuleUnload")
             function = driver.call("cuModuleGetFunction", self._images[kernel.code], kernel.entry.encode())
         except CudaError as error:

@@ -147,6 +147,13 @@ class CudaContext:
         """Starts a copy to pinned memory."""
         self.driver.call("cuMemcpyDtoHAsync", destination, address, size, self.stream)
 
+    def write(self, address: int, data: Bytes) -> None:
+        """Copies any memory of the host to the GPU; done when this returns."""
+        if data.size:
+            self.driver.call("cuMemcpyHtoD", address, data.ctypes.data, data.size)
+            # From memory that is not pinned it may still be on its way, and the stream does not wait for that.
+            self.driver.call("cuCtxSynchronize")
+
     def read(self, address: int, size: int) -> Bytes:
         """A copy of memory of the GPU, after all that is in the stream."""
         self.synchronize()

@@ -11,6 +11,8 @@ import numpy as np
 from cuda.bindings import driver as real
 
 _CANARY = 4096
+STEP_MS = 10.0
+"""What everything takes by the clock of events."""
 
 
 class Refused(Exception):
@@ -42,6 +44,7 @@ class FakeMemory:
         self.device_memory: dict[int, Region] = {}
         self.pinned_memory: dict[int, Region] = {}
         self.queue: deque[tuple[str, Callable[[], None]]] = deque()
+        self._arriving: list[Callable[[], None]] = []
         self.time_ms = 0.0
         self._held: dict[str, dict[int, Any]] = {}
         self._sticky: str | None = None
@@ -152,6 +155,17 @@ class FakeMemory:
         assert not self.queue, "the stream, which waits for nobody, may still write what is read here"
         ctypes.memmove(destination, self._device(source, size), size)
 
+    def _cuMemcpyHtoD(self, destination: Any, source: int, size: int) -> None:
+        """Of memory that is not pinned: it has left the host when this returns, and arrives some time later."""
+        place, data = self._device(destination, size), ctypes.string_at(source, size)
+        self._arriving.append(lambda: ctypes.memmove(place, data, size) and None)
+
+    def _cuCtxSynchronize(self) -> None:
+        for arrive in self._arriving:
+            arrive()
+        self._arriving.clear()
+        self._work()
+
     def _cuMemsetD8Async(self, address: Any, value: int, size: int, stream: Any) -> None:
         place = self._device(address, size)
         self._put(stream, "memset", lambda: ctypes.memset(place, value, size) and None)
@@ -168,7 +182,7 @@ class FakeMemory:
     def _work(self, until: Callable[[], bool] = lambda: False) -> None:
         while self.queue and not until():
             _, work = self.queue.popleft()
-            self.time_ms += 0.01
+            self.time_ms += STEP_MS
             try:
                 work()
             except Refused as refusal:
