@@ -141,10 +141,10 @@ def require_measurable(machine: str, features: Sequence[str], checkpoint: Checkp
                            f"{available / 1e9:.1f} GB are available")
 
 
-def quality_of(engine: Path, checkpoint: str, progress: Callable[[int, int], None] = lambda done, total: None,
-               ) -> Quality:
+def quality_of(engine: Path, checkpoint: str, progress: Callable[[int, int], None] = lambda done, total: None, *,
+               device: str | None = None) -> Quality:
     """Of an engine file against its checkpoint."""
-    with Engine.load(engine, kv_cache_tokens=WINDOW) as loaded:
+    with Engine.load(engine, device=device, kv_cache_tokens=WINDOW) as loaded:
         return measure_quality(loaded, ReferenceModel(checkpoint), progress)
 
 

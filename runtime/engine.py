@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self, overload
 
 import numpy as np
 
-from .devices import load_program
+from .devices import default_fraction, free_bytes, load_program
 from .errors import RequestError, WorkFailed
 from .executor.answer import Answer, Running, make_answers
 from .executor.recorder import Recorder
@@ -104,22 +104,25 @@ class Engine:
         self._num_requests = 0
 
     @classmethod
-    def load(cls, engine: str | os.PathLike[str], *, kv_cache_tokens: int | None = None,
+    def load(cls, engine: str | os.PathLike[str], *, device: str | None = None, kv_cache_tokens: int | None = None,
              num_workers: int | None = None, store: str | os.PathLike[str] | None = None) -> Self:
         """Load an engine: a file, a name in the store, or the start of a hash.
 
-        kv_cache_tokens  tokens that the KV cache has room for; memory is taken only as it is used. By default as many
-                         as the engine's largest batch of longest sequences, within half of the available memory.
-        num_workers      threads; by default one a core that this process may use
+        device           by default what it was built for; "emulator" runs an engine for GPUs on the CPU, very slowly
+        kv_cache_tokens  tokens that the KV cache has room for. By default as many as the engine's largest batch of
+                         longest sequences, within half of the available memory, or 0.9 of a GPU's.
+        num_workers      threads of a CPU engine; by default one a core that this process may use
         store            folder of the engine store; by default $INGOT_STORE, else engines/
-        Raises RequestError (EngineFormatError, EngineMismatch) or WorkFailed.
+        Raises RequestError (EngineFormatError, EngineMismatch, NoGpu) or WorkFailed.
         """
         file = open_engine(engine, store)
         try:
             tokens = kv_cache_tokens
             if tokens is None:
-                tokens = min(tokens_in_free_memory(file.manifest), most_useful_tokens(file.manifest))
-            loaded = cls(file, load_program(file, tokens, num_workers), Tokenizer.of(file))
+                tokens = tokens_in_free_memory(file.manifest, default_fraction(file, device),
+                                               available_bytes=lambda: free_bytes(file, device))
+                tokens = min(tokens, most_useful_tokens(file.manifest))
+            loaded = cls(file, load_program(file, tokens, num_workers, device=device), Tokenizer.of(file))
             return_free_memory()  # loading parses much JSON: what it leaves would stay for as long as the engine serves
             return loaded
         except BaseException:

@@ -4,6 +4,7 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
+from ingot.runtime.cli.engine_options import add_device_argument
 from ingot.runtime.cli.output import Progress, print_json, table
 from ingot.runtime.engine import Engine
 from ingot.runtime.errors import RequestError
@@ -24,8 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "documentation of Python)")
     parser.add_argument("--max-relative-error", type=float, metavar="X",
                         help="fail above it (default: 1e-4 for fp32 engines, else only report)")
-
-
+    add_device_argument(parser)
     parser.add_argument("--quality", action="store_true", help="measure perplexity, agreement and the worst layers "
                         "over the held-out text instead, as ingot build --measure-quality does")
 
@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise RequestError(f"--{name} is {getattr(arguments, name)}; expected at least 1")
     if arguments.new_tokens < 0:
         raise RequestError(f"--new-tokens is {arguments.new_tokens}; expected 0 or more")
-    with Engine.load(arguments.engine) as engine:
+    with Engine.load(arguments.engine, device=arguments.device) as engine:
         prompts = _prompts(engine, arguments)
         comparison = compare(engine, ReferenceModel(arguments.checkpoint), prompts, arguments.new_tokens,
                              arguments.max_relative_error)
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _quality(arguments: argparse.Namespace) -> int:
     progress = Progress(not arguments.json)
     quality = quality_of(Path(arguments.engine), arguments.checkpoint,
-                         lambda done, total: progress.show(f"{done} of {total} tokens"))
+                         lambda done, total: progress.show(f"{done} of {total} tokens"), device=arguments.device)
     progress.clear()
     print_json(quality.to_json()) if arguments.json else print(table(quality.describe()))
     return 0

@@ -27,8 +27,13 @@ def open_engine(arguments: argparse.Namespace, name: str = "engine") -> EngineFi
     return locate.open_engine(getattr(arguments, name), arguments.store)
 
 
+def add_device_argument(parser: Any) -> None:
+    """--device, of every verb that runs an engine."""
+    parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda, cuda:NUMBER, or emulator, which runs an engine "
+                        "for GPUs on the CPU, slowly (default: what the engine was built for)")
+
+
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    from ..kv_memory import DEFAULT_FRACTION
     from ..scheduler import ChunkingPolicy, SchedulerPolicy
 
     allowed = parser.add_argument_group("which engines may be loaded")
@@ -37,6 +42,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     allowed.add_argument("--require-signature", action="append", default=[], metavar="KEY",
                          help="only one signed by the key whose public half is this PEM file; may be repeated")
     group = parser.add_argument_group("how the engine runs")
+    add_device_argument(group)
     group.add_argument("--scheduler-policy", choices=list(SchedulerPolicy.__members__), default="GUARANTEED_NO_EVICT",
                        help="GUARANTEED_NO_EVICT (default): a request starts only if it can run to its end; "
                             "MAX_UTILIZATION: it starts as soon as there is room for its next step, and may be paused; "
@@ -49,8 +55,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-queue-size", type=int, default=512, metavar="N",
                        help="requests that may wait; more are refused (default 512)")
     size = group.add_mutually_exclusive_group()
-    size.add_argument("--kv-cache-fraction", type=float, default=DEFAULT_FRACTION, metavar="F",
-                      help=f"of the memory that is free beside weights and arena (default {DEFAULT_FRACTION})")
+    size.add_argument("--kv-cache-fraction", type=float, metavar="F", help="of the device's memory that is free beside "
+                      "weights and arena (default 0.5 of the machine's memory, 0.9 of a GPU's)")
     size.add_argument("--kv-cache-tokens", type=int, metavar="N", help="room of the KV cache, instead")
     host = group.add_mutually_exclusive_group()
     host.add_argument("--host-cache-fraction", type=float, metavar="F", help="the same for the tier in host memory")
@@ -66,7 +72,7 @@ def engine_options(arguments: argparse.Namespace) -> EngineOptions:
     from ..store.policy import LoadPolicy
 
     return EngineOptions(
-        scheduler_policy=SchedulerPolicy[arguments.scheduler_policy],
+        device=arguments.device, scheduler_policy=SchedulerPolicy[arguments.scheduler_policy],
         context_chunking=ChunkingPolicy[arguments.context_chunking],
         max_batch_size=arguments.max_batch_size, max_num_tokens=arguments.max_num_tokens,
         max_seq_len=arguments.max_seq_len, max_queue_size=arguments.max_queue_size,

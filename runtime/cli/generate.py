@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..errors import RequestError
-from .engine_options import add_engine_argument
+from .engine_options import add_device_argument, add_engine_argument
 from .output import print_json, size
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT",
                         help="a text that ends the answer; may be repeated")
     parser.add_argument("--ignore-eos", action="store_true", help="do not end where the model ends")
+    add_device_argument(parser)
     parser.add_argument("--num-workers", type=int, metavar="N", help="threads (default: physical cores)")
     parser.add_argument("--kv-cache-tokens", type=int, metavar="N", help="room of the KV cache")
     parser.add_argument("--stats", action="store_true", help="print times, rates and memory to stderr")
@@ -52,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         ignore_eos=arguments.ignore_eos,
     ).seeded()
     begin = time.perf_counter()
-    with Engine.load(arguments.engine, kv_cache_tokens=arguments.kv_cache_tokens,
+    with Engine.load(arguments.engine, device=arguments.device, kv_cache_tokens=arguments.kv_cache_tokens,
                      num_workers=arguments.num_workers, store=arguments.store) as engine:
         loaded = time.perf_counter()
         token_ids = engine.encode(_prompt(arguments, engine))

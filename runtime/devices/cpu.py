@@ -5,11 +5,9 @@ anonymous memory that the system provides page by page as it is first touched. A
 """
 
 import ctypes
-import mmap
 import weakref
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -23,12 +21,12 @@ from ..program import Limits, check_plan_version
 from ..sampling_inputs import Float32Array, StepOutputs, work_bytes
 from ..step import StepInputs
 from .cpu_plan import BoundBucket, Places, bind_bucket
+from .host_memory import Bytes, KvBlocks, anonymous
 from .native_code import STEP_ARRAYS, NativeCode, Step
-from .plan_fields import DTYPES, arena_bytes, check_buckets, kv_layout, vocab_size
+from .plan_fields import arena_bytes, check_buckets, kv_layout, vocab_size
+from .traced_values import decode, value_bytes, value_shape
 
 MAX_WORKERS = 1024
-
-Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
 
 class CpuProgram:
@@ -67,7 +65,6 @@ class CpuProgram:
         self._steps = [_step(inputs) for inputs in self.inputs]
         self._in_flight: StepInputs | None = None
         self._last: tuple[BoundBucket, int] | None = None
-        self._copies: list[tuple[int, int]] = []
         self._finalizer = weakref.finalize(self, _release, code, pool)
         del engine.plan  # megabytes of parsed JSON that nothing but `trace` needs again
 
@@ -77,20 +74,16 @@ class CpuProgram:
         if kv_cache_tokens < 1 or host_kv_tokens < 0:
             raise RequestError(f"kv_cache_tokens is {kv_cache_tokens}, host_kv_tokens {host_kv_tokens}; expected "
                                f"at least {self.block_size}, one block, and 0")
-        self.num_blocks, self.num_host_blocks = (
-            -(-tokens // kv.block_size) * len(kv.windows) for tokens in (kv_cache_tokens, host_kv_tokens))
+        self._blocks = KvBlocks(kv_cache_tokens, host_kv_tokens, kv.block_size, kv.block_bytes, len(kv.windows))
+        self.num_blocks, self.num_host_blocks = self._blocks.num_blocks, self._blocks.num_host_blocks
         self.kv_bytes = self.num_blocks * kv.block_bytes
-        # Vector loads of a row's last elements may reach 64 bytes past the end of the last buffer.
-        device = _anonymous(self.kv_bytes + 64, f"a KV cache of {kv_cache_tokens} tokens")
-        host = _anonymous(self.num_host_blocks * kv.block_bytes + 64, f"{host_kv_tokens} tokens of KV on the host")
-        self._tiers = device, host
-        base = int(device.ctypes.data)
+        base = self._blocks.address
         self._kv = {part: (base + begin, size) for part, (begin, size) in kv.parts.items()}
 
         self.vocab_size = vocab_size(plan)
         first, second = (StepInputs(limits, self.vocab_size, self.block_size, len(kv.windows)) for _ in range(2))
         self.inputs = (first, second)
-        work = _anonymous(work_bytes(self.vocab_size, self.num_workers), "sampling")
+        work = anonymous(work_bytes(self.vocab_size, self.num_workers), "sampling")
         for inputs in self.inputs:
             inputs.sampling.use_work(work)
 
@@ -99,7 +92,7 @@ class CpuProgram:
         self._weights = {name: (int(data.ctypes.data), data.size) for name, data in self._mapped.items()}
         self.weights_bytes = sum({entry["blob"]: entry["size"] for entry in plan["weights"].values()}.values())
         self.arena_bytes = arena_bytes(plan)
-        self._arena = _anonymous(self.arena_bytes + 64, "the arena")
+        self._arena = anonymous(self.arena_bytes + 64, "the arena")
 
     def _map(self, blob: str, size: int) -> Bytes:
         data = self._engine.map(weight_name(blob))
@@ -128,19 +121,7 @@ class CpuProgram:
         return bucket.logits[:num_logits]
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        last = self.num_blocks + self.num_host_blocks
-        assert all(0 <= source < last and 0 <= destination < last for source, destination in pairs), pairs
-        self._copies += pairs
-
-    def _copy_now(self) -> None:
-        """The copies that were asked for; no step is in flight."""
-        for source, destination in self._copies:
-            self._block(destination)[:] = self._block(source)
-        self._copies.clear()
-
-    def _block(self, number: int) -> Bytes:
-        tier, index = (0, number) if number < self.num_blocks else (1, number - self.num_blocks)
-        return self._tiers[tier][index * self.block_bytes : (index + 1) * self.block_bytes]
+        self._blocks.copy_later(pairs)
 
     def profile(self, inputs: StepInputs) -> np.ndarray:
         """A whole step; i64 [launches], the ns that each launch of its bucket took. Raises EngineMismatch if the
@@ -163,7 +144,9 @@ class CpuProgram:
             for name, write in entry.get("writes", {}).items():
                 if name in values:
                     address = int(args[bucket.begins[launch] + write["arg"]])
-                    found[name] = _copy(inputs, address, write["shape"], write["dtype"])
+                    shape, dtype = value_shape(write["shape"], inputs), write["dtype"]
+                    data = np.frombuffer(ctypes.string_at(address, value_bytes(shape, dtype)), np.uint8)
+                    found[name] = decode(data, shape, dtype)
         return found
 
     def _prepare(self, inputs: StepInputs) -> tuple[int, int]:
@@ -171,8 +154,7 @@ class CpuProgram:
         assert self._finalizer.alive, "the program is closed"
         assert self._in_flight is None, "a step is in flight"
         assert inputs.num_tokens > 0
-        if self._copies:
-            self._copy_now()
+        self._blocks.copy_now()
         number = self.inputs.index(inputs)
         step = self._steps[number]
         step.num_tokens, step.num_seqs, step.num_logits = inputs.num_tokens, inputs.num_seqs, inputs.num_logits
@@ -188,33 +170,7 @@ def _step(inputs: StepInputs) -> Step:
     return Step(max_blocks=inputs.table_width, sampling=inputs.sampling.address, **addresses)
 
 
-def _copy(inputs: StepInputs, address: int, dims: list[int | str], dtype: str) -> np.ndarray:
-    """A value of the step that has just run; bf16 as float32."""
-    symbols = {"T": inputs.num_tokens, "L": inputs.num_logits}
-    shape = []
-    for dim in dims:
-        factor, _, symbol = str(dim).rpartition("*")
-        shape.append(int(factor or 1) * symbols[symbol] if symbol in symbols else int(symbol))
-    kind = np.dtype(DTYPES[dtype])
-    size = int(np.prod(shape)) * kind.itemsize
-    array = np.frombuffer(ctypes.string_at(address, size), kind).reshape(shape)
-    return (array.astype(np.uint32) << 16).view(np.float32) if dtype == "bf16" else array
-
-
 def _release(code: NativeCode, pool: int) -> None:
     code.wait(pool)
     code.pool_destroy(pool)
     code.close()
-
-
-def _anonymous(size: int, what: str) -> Bytes:
-    """Zeroed memory, aligned to a page, that takes no room before it is touched; in large pages, where the system has
-    them: attention reads a few kilobytes here and there, and would look up an address for each.
-    """
-    try:
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        return np.frombuffer(memory, np.uint8)
-    except (OSError, ValueError, OverflowError) as error:
-        raise WorkFailed(f"no memory for {what}: {size} bytes are refused ({error})") from None

@@ -11,7 +11,7 @@ from ..errors import RequestError
 from ..host import return_free_memory
 from ..kv import KvCache
 from ..kv.events import EventBuffer
-from ..kv_memory import DEFAULT_FRACTION, kv_cache_tokens
+from ..kv_memory import kv_cache_tokens
 from ..program import Limits, Program
 from ..scheduler import ChunkingPolicy, SchedulerPolicy, SchedulerSettings, SettingsError
 from ..self_test import SelfTest
@@ -31,6 +31,7 @@ class EngineOptions:
     log_requests                        file for a line about each request; "-": standard error
     store                               folder of the engine store; default $INGOT_STORE, else engines/
     policy                              which engines may be loaded
+    device                              "cpu", "cuda", "cuda:1" or "emulator"
     """
 
     scheduler_policy: SchedulerPolicy = SchedulerPolicy.GUARANTEED_NO_EVICT
@@ -40,7 +41,7 @@ class EngineOptions:
     max_seq_len: int | None = None
     max_queue_size: int = 512
     kv_cache_tokens: int | None = None
-    kv_cache_fraction: float = DEFAULT_FRACTION
+    kv_cache_fraction: float | None = None
     host_kv_tokens: int = 0
     host_cache_fraction: float | None = None
     prefix_reuse: bool = True
@@ -48,6 +49,7 @@ class EngineOptions:
     log_requests: str | None = None
     store: str | None = None
     policy: LoadPolicy = ANY_ENGINE
+    device: str | None = None
 
 
 class LoadedEngine:
@@ -86,8 +88,9 @@ class LoadedEngine:
         if options.max_queue_size < 1:
             raise RequestError(f"--max-queue-size is {options.max_queue_size}; expected at least 1")
         self._log = RequestLog(options.log_requests) if options.log_requests is not None else None
-        tokens, host_tokens = _kv_tokens(manifest, options)
-        program = self._program = load_program(self.file, tokens, options.num_workers, host_tokens)
+        host_tokens = _host_kv_tokens(manifest, options)
+        program = self._program = load_program(self.file, options.kv_cache_tokens, options.num_workers, host_tokens,
+                                               device=options.device, kv_cache_fraction=options.kv_cache_fraction)
         self.vocab_size = program.vocab_size
         self.tokenizer = Tokenizer.of(self.file)
         self.stop_token_ids = frozenset(read_config(self.file).get("eos_token_ids", ()))
@@ -152,19 +155,15 @@ class LoadedEngine:
         }
 
 
-def _kv_tokens(manifest: dict[str, Any], options: EngineOptions) -> tuple[int, int]:
-    """(tokens on the device, tokens in the host tier)"""
+def _host_kv_tokens(manifest: dict[str, Any], options: EngineOptions) -> int:
+    """Tokens in the host tier; checks those of the device too."""
     for name in ("kv_cache_tokens", "host_kv_tokens"):
         value = getattr(options, name)
         if value is not None and value < (0 if name == "host_kv_tokens" else 1):
             raise RequestError(f"--{name.replace('_', '-')} is {value}; expected a number of tokens")
-    tokens = options.kv_cache_tokens
-    if tokens is None:
-        tokens = kv_cache_tokens(manifest, options.kv_cache_fraction)
-    host_tokens = options.host_kv_tokens
     if options.host_cache_fraction is not None:
-        host_tokens = kv_cache_tokens(manifest, options.host_cache_fraction, "--host-cache-fraction")
-    return tokens, host_tokens
+        return kv_cache_tokens(manifest, options.host_cache_fraction, "--host-cache-fraction")
+    return options.host_kv_tokens
 
 
 def _max_seq_len(built: Limits, asked: int | None) -> int:
