@@ -43,9 +43,10 @@ def candidates(node: Node, inputs: Sequence[Operand], output: str, bindings: Map
     loop = _Loop(tuple(shape), dtype, expr, reduce, inputs, output, bindings)
     text = loop.text()
     module, parameters = module_name(text), loop.parameters()
-    kernel = GpuKernel(
-        symbol("loop", module.rpartition(".")[2], f"{loop.tile_rows}x{loop.tile_columns}",
-               *(str(kind)[1:] for _, kind in parameters)), module, "loop", parameters, (("ROWS", loop.tile_rows), ("COLUMNS", loop.tile_columns)), loop.num_warps, 1, source=text)
+    name = symbol("loop", module.rpartition(".")[2], f"{loop.tile_rows}x{loop.tile_columns}",
+                  *(str(kind)[1:] for _, kind in parameters))
+    kernel = GpuKernel(name, module, "loop", parameters, (("ROWS", loop.tile_rows), ("COLUMNS", loop.tile_columns)),
+                       loop.num_warps, 1, source=text)
     name = f"loop {reduce[0]}" if reduce else "loop"
     return Candidates((Candidate(name, (GpuLaunch(kernel, loop.grid()),), loop.cost()),))
 

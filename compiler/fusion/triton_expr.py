@@ -181,8 +181,8 @@ class Statements:
             last = number == len(parts) - 1
             if not last:
                 below.append(self._new(f"{where.text} < {e.value[number]}", where.shape))
-            conditions = [self._new(f"{where.text} >= {begin}", where.shape).text] * (number > 0)
-            conditions += [below[-1].text] * (not last)
+            conditions = [self._new(f"{where.text} >= {begin}", where.shape).text] if number else []
+            conditions += [] if last else [below[-1].text]
             mask = _Value(conditions[0], where.shape) if len(conditions) == 1 else self._new(
                 " & ".join(conditions), where.shape)
             begin = e.value[number]

@@ -139,4 +139,5 @@ COMPILED = [*VECTORISED, Program("angles", angles), Program("powers", powers), L
 def test_compiles_without_spills(arch: str) -> None:
     kernels = [one.kernel for program in COMPILED for one in launches(program, "bf16", {"T": 2048, "L": 64})]
     for kernel, code in compiled(kernels, arch).items():
-        assert code.spill_stores == 0 and code.registers <= (255 if "float64" in kernel.source else 128), (kernel.symbol, code.registers)
+        assert code.spill_stores == 0, kernel.symbol
+        assert code.registers <= (255 if "power(" in kernel.source else 128), (kernel.symbol, code.registers)
