@@ -68,13 +68,47 @@ def write_rows(v, part, scales, static_scale, blocks, slots, inside, D: tl.const
 
 
 @triton.jit
+def _query(q, cos, sin, q_norm, q_out, tokens, inside, head, HEADS: tl.constexpr, D: tl.constexpr,
+           STRIDE: tl.constexpr, ROTARY: tl.constexpr, BEGIN: tl.constexpr, INTERLEAVED: tl.constexpr,
+           EPS: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    out = turned(q, tokens * STRIDE + head * D, tokens, inside, cos, sin, q_norm, D, ROTARY, BEGIN, INTERLEAVED, EPS,
+                 BLOCK)
+    tl.debug_barrier()  # q_out may be q: a row is read whole before it is written
+    row = q_out + (tokens * HEADS + head) * D
+    tl.store(row[:, None] + at[None, :], narrow(out, q_out.dtype.element_ty), mask=(at < D)[None, :])
+
+
+@triton.jit
+def _key_or_value(k, v, cos, sin, k_norm, k_part, v_part, k_scales, v_scales, k_static, v_static, positions, token_seq,
+                  block_table, tokens, inside, head, HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+                  K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, ROTARY: tl.constexpr, BEGIN: tl.constexpr,
+                  INTERLEAVED: tl.constexpr, EPS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_BYTES: tl.constexpr,
+                  MAX_BLOCKS: tl.constexpr, TO: tl.constexpr, BLOCK: tl.constexpr):
+    position = tl.load(positions + tokens)
+    seq = tl.load(token_seq + tokens).to(tl.int64)
+    blocks = tl.load(block_table + seq * MAX_BLOCKS + position // BLOCK_SIZE).to(tl.int64)
+    if head < HEADS:
+        slots = (head * BLOCK_SIZE + position % BLOCK_SIZE).to(tl.int64)
+        key = turned(k, tokens * K_STRIDE + head * D, tokens, inside, cos, sin, k_norm, D, ROTARY, BEGIN, INTERLEAVED,
+                     EPS, BLOCK)
+        write_rows(key, k_part, k_scales, k_static, blocks, slots, inside, D, BLOCK_BYTES, TO, BLOCK)
+    else:
+        kv_head = head - HEADS
+        slots = (kv_head * BLOCK_SIZE + position % BLOCK_SIZE).to(tl.int64)
+        value = turned(v, tokens * V_STRIDE + kv_head * DV, tokens, inside, cos, sin, None, DV, 0, 0, False, EPS, BLOCK)
+        write_rows(value, v_part, v_scales, v_static, blocks, slots, inside, DV, BLOCK_BYTES, TO, BLOCK)
+
+
+@triton.jit
 def rope_kv_write(q, k, v, cos, sin, q_norm, k_norm, q_out, k_part, v_part, k_scales, v_scales, k_static, v_static,
                   positions, token_seq, block_table, sizes, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
                   D: tl.constexpr, DV: tl.constexpr, Q_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr,
                   V_STRIDE: tl.constexpr, ROTARY: tl.constexpr, BEGIN: tl.constexpr, INTERLEAVED: tl.constexpr,
                   EPS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
                   TO: tl.constexpr, BLOCK: tl.constexpr):
-    """One head of one token a block: heads 0 .. Q_HEADS of q, then KV_HEADS of k, then KV_HEADS of v.
+    """One head of one token a block: heads 0 .. Q_HEADS of q, then KV_HEADS of k, then KV_HEADS of v. Q_HEADS 0: only
+    the cache is written; KV_HEADS 0: it is not.
 
     q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, DV]: tokens Q_STRIDE, K_STRIDE, V_STRIDE elements apart
     cos, sin      f32 [T, ROTARY], a factor an element; ROTARY 0: nothing turns
@@ -90,26 +124,18 @@ def rope_kv_write(q, k, v, cos, sin, q_norm, k_norm, q_out, k_part, v_part, k_sc
     one = tl.arange(0, 1)
     inside = one == 0
     tokens = one + token
-    at = tl.arange(0, BLOCK)
-    if head < Q_HEADS:
-        out = turned(q, tokens * Q_STRIDE + head * D, tokens, inside, cos, sin, q_norm, D, ROTARY, BEGIN, INTERLEAVED,
-                     EPS, BLOCK)
-        tl.debug_barrier()  # q_out may be q: a row is read whole before it is written
-        row = q_out + (tokens * Q_HEADS + head) * D
-        tl.store(row[:, None] + at[None, :], narrow(out, q_out.dtype.element_ty), mask=(at < D)[None, :])
+    if KV_HEADS == 0:
+        _query(q, cos, sin, q_norm, q_out, tokens, inside, head, Q_HEADS, D, Q_STRIDE, ROTARY, BEGIN, INTERLEAVED, EPS,
+               BLOCK)
+    elif Q_HEADS == 0:
+        _key_or_value(k, v, cos, sin, k_norm, k_part, v_part, k_scales, v_scales, k_static, v_static, positions,
+                      token_seq, block_table, tokens, inside, head, KV_HEADS, D, DV, K_STRIDE, V_STRIDE, ROTARY, BEGIN,
+                      INTERLEAVED, EPS, BLOCK_SIZE, BLOCK_BYTES, MAX_BLOCKS, TO, BLOCK)
     else:
-        position = tl.load(positions + tokens)
-        seq = tl.load(token_seq + tokens).to(tl.int64)
-        blocks = tl.load(block_table + seq * MAX_BLOCKS + position // BLOCK_SIZE).to(tl.int64)
-        if head < Q_HEADS + KV_HEADS:
-            kv_head = head - Q_HEADS
-            slots = (kv_head * BLOCK_SIZE + position % BLOCK_SIZE).to(tl.int64)
-            key = turned(k, tokens * K_STRIDE + kv_head * D, tokens, inside, cos, sin, k_norm, D, ROTARY, BEGIN,
-                         INTERLEAVED, EPS, BLOCK)
-            write_rows(key, k_part, k_scales, k_static, blocks, slots, inside, D, BLOCK_BYTES, TO, BLOCK)
+        if head < Q_HEADS:
+            _query(q, cos, sin, q_norm, q_out, tokens, inside, head, Q_HEADS, D, Q_STRIDE, ROTARY, BEGIN, INTERLEAVED,
+                   EPS, BLOCK)
         else:
-            kv_head = head - Q_HEADS - KV_HEADS
-            slots = (kv_head * BLOCK_SIZE + position % BLOCK_SIZE).to(tl.int64)
-            value = turned(v, tokens * V_STRIDE + kv_head * DV, tokens, inside, cos, sin, None, DV, 0, 0, False, EPS,
-                           BLOCK)
-            write_rows(value, v_part, v_scales, v_static, blocks, slots, inside, DV, BLOCK_BYTES, TO, BLOCK)
+            _key_or_value(k, v, cos, sin, k_norm, k_part, v_part, k_scales, v_scales, k_static, v_static, positions,
+                          token_seq, block_table, tokens, inside, head - Q_HEADS, KV_HEADS, D, DV, K_STRIDE, V_STRIDE,
+                          ROTARY, BEGIN, INTERLEAVED, EPS, BLOCK_SIZE, BLOCK_BYTES, MAX_BLOCKS, TO, BLOCK)

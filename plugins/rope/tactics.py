@@ -12,6 +12,7 @@ from ..quantize.tactics import BYTES, ELEMENTS
 class Problem:
     """q, k and v of m tokens as kernel rope_kv_write takes them.
 
+    q_heads 0     only the cache is written; kv_heads 0: it is not, q alone passes
     rotary, rotary_begin  elements of a head that turn, and where they begin
     norm_eps    of the norm of each head of q and k; None: there is none
     kv_type     of the cache: "bf16", "fp16", "fp32", "fp8" (with static scales if `static`), "int8" (a scale a head and
@@ -42,20 +43,22 @@ class Problem:
 def candidates(problem: Problem, device: Device) -> Candidates:
     p = problem
     name = f"rope_kv_write.{p.kv_type}"
-    if p.kv_type == "fp8" and not device.has_fp8:
+    if p.kv_heads and p.kv_type == "fp8" and not device.has_fp8:
         return Candidates(refused=(Refusal(name, f"fp8 needs sm_89 or newer, this is {device.arch}"),))
-    if p.block_bytes % 16:
+    if p.kv_heads and p.block_bytes % 16:
         return Candidates(refused=(Refusal(name, f"KV blocks of {p.block_bytes} bytes are not aligned to 16"),))
     element, cache = f"*{ELEMENTS[p.float_type]}", f"*{ELEMENTS[p.kv_type]}"
-    normed, turned = p.norm_eps is not None, p.rotary > 0
-    scales = "*fp32" if p.kv_type == "int8" else None
-    static = "*fp32" if p.kv_type == "fp8" and p.static else None
+    normed, turned, writes, passes = p.norm_eps is not None, p.rotary > 0, p.kv_heads > 0, p.q_heads > 0
+    scales = "*fp32" if p.kv_type == "int8" and writes else None
+    static = "*fp32" if p.kv_type == "fp8" and p.static and writes else None
+    inputs = "*i32" if writes else None
     wanted: dict[str, Parameter | None] = {
-        "q": element, "k": element, "v": element,
+        "q": element if passes else None, "k": element if writes else None, "v": element if writes else None,
         "cos": "*fp32" if turned else None, "sin": "*fp32" if turned else None,
-        "q_norm": "*fp32" if normed else None, "k_norm": "*fp32" if normed else None, "q_out": element, "k_part": cache,
-        "v_part": cache, "k_scales": scales, "v_scales": scales, "k_static": static, "v_static": static,
-        "positions": "*i32", "token_seq": "*i32", "block_table": "*i32", "sizes": "*i32"}
+        "q_norm": "*fp32" if normed and passes else None, "k_norm": "*fp32" if normed and writes else None,
+        "q_out": element if passes else None, "k_part": cache if writes else None, "v_part": cache if writes else None,
+        "k_scales": scales, "v_scales": scales, "k_static": static, "v_static": static,
+        "positions": inputs, "token_seq": inputs, "block_table": inputs, "sizes": "*i32"}
     block = max(32, 1 << (max(p.key_dim, p.value_dim) - 1).bit_length())
     heads = p.q_heads + 2 * p.kv_heads
     kernel = GpuKernel(
