@@ -10,6 +10,7 @@ stays within the buffers it is given is the compiler's part. Both devices that r
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from ..program import Limits
 from ..step import StepLayout
 from .gpu_kernels import ELEMENT_BYTES, Kernel, TensorMapType, read_kernels
 from .plan_fields import (
+    DTYPES,
     KvLayout,
     arena_bytes,
     check_buckets,
@@ -33,6 +35,7 @@ POINTER_ALIGNMENT = 16
 """Of every pointer that a kernel is given: the code was compiled for it."""
 
 MAX_GRID = (2**31 - 1, 65535, 65535)
+_SYMBOL = re.compile(r"(?:[1-9][0-9]*\*)?[TL]")
 _KV_ELEMENTS = {"f32": "*fp32", "bf16": "*bf16", "f16": "*fp16", "fp8": "*fp8e4nv", "i8": "*i8"}
 _INPUT_ELEMENTS = {"int32": ("*i32", "*u32"), "uint32": ("*i32", "*u32"), "float32": ("*fp32",)}
 
@@ -249,11 +252,18 @@ def _launch(entry: Any, where: str, kernels: Mapping[str, Kernel], memory: _Memo
 
 def _writes(entry: dict[str, Any], where: str, num_arguments: int) -> dict[str, tuple[int, tuple[int | str, ...], str]]:
     found = {}
-    for name, write in entry.get("writes", {}).items():
+    for name, write in (field(entry, "writes", dict, where) if "writes" in entry else {}).items():
         here = f"{where}: writes.{name}"
-        number = count(write, "arg", here, 0, num_arguments - 1)
-        found[name] = number, tuple(field(write, "shape", list, here)), field(write, "dtype", str, here)
+        shape, dtype = field(write, "shape", list, here), field(write, "dtype", str, here)
+        if dtype not in DTYPES or not all(map(_is_extent, shape)):
+            raise EngineFormatError(f"{here}: {dtype!r} of shape {shape!r} is no value")
+        found[name] = count(write, "arg", here, 0, num_arguments - 1), tuple(shape), dtype
     return found
+
+
+def _is_extent(extent: Any) -> bool:
+    """A number, or one of tokens or rows of logits, of which there may be several: 64, "T", "9*L"."""
+    return type(extent) is int or (isinstance(extent, str) and _SYMBOL.fullmatch(extent) is not None)
 
 
 @dataclass(frozen=True)
