@@ -12,7 +12,7 @@ from ..errors import RequestError, WorkFailed
 from ..store import attestation, provenance
 from ..store.export import export
 from ..store.locate import Located, locate
-from ..store.lock_file import Move, before, move_of, removal
+from ..store.lock_file import Move, again, before, move_of, removal
 from ..store.policy import LoadPolicy, signed, why_unsigned
 from ..store.remotes import open_remote
 from ..store.store import Store
@@ -81,6 +81,7 @@ def _list(arguments: argparse.Namespace, store: Store) -> int:
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("engine", metavar="FILE", help="engine file")
     parser.add_argument("name", metavar="NAME", nargs="?", help="a new name for it; without one, gc removes it again")
+    parser.add_argument("--move", action="store_true", help="the name may mean another engine: it moves, as by pin")
     _why(parser)
 
 
@@ -101,7 +102,9 @@ def _add(arguments: argparse.Namespace, store: Store) -> int:
             progress.clear()
         store.add_attestations(engine.hash, attestation.read(located.attestations))
         if arguments.name is not None:
-            _name(store, arguments.name, added.hash, "add", arguments.why)
+            now = store.lock.now().get(arguments.name)
+            moves = arguments.move and now is not None and now.hash != added.hash
+            _name(store, arguments.name, added.hash, "pin" if moves else "add", arguments.why)
     if arguments.json:
         print_json({**asdict(added), "name": arguments.name})
     else:
@@ -138,7 +141,12 @@ def _rollback_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _rollback(arguments: argparse.Namespace, store: Store) -> int:
-    return _moved(arguments, store, before(store.lock.history(arguments.name), arguments.n).hash, "rollback")
+    """The history tells all of the engine that a move tells: a checkout of the lock file is enough."""
+    name, history = arguments.name, store.lock.history(arguments.name)
+    target, old = before(history, arguments.n), store.lock.now().get(name)
+    servers = load_on_servers(arguments, target.hash) if arguments.server else []
+    store.lock.move(name, again(target, "rollback" if old is not None else "add", arguments.why))
+    return _tell_move(arguments, store, target.hash, old, servers)
 
 
 def _moved(arguments: argparse.Namespace, store: Store, hash: str, action: str) -> int:
@@ -146,11 +154,19 @@ def _moved(arguments: argparse.Namespace, store: Store, hash: str, action: str) 
     # The servers first: what none of them takes is not what the name shall mean.
     servers = load_on_servers(arguments, hash) if arguments.server else []
     _name(store, name, hash, action if old is not None else "add", arguments.why)
+    return _tell_move(arguments, store, hash, old, servers)
+
+
+def _tell_move(arguments: argparse.Namespace, store: Store, hash: str, old: Move | None,
+               servers: list[dict[str, Any]]) -> int:
     if arguments.json:
-        print_json({"name": name, "hash": hash, "before": old.hash if old is not None else None,
-                    **({"servers": servers} if servers else {})})
-    else:
-        print("\n".join([*map(describe, servers), f"{name}: {hash}", *([f"before: {old.hash}"] if old else [])]))
+        print_json({"name": arguments.name, "hash": hash, "before": old.hash if old is not None else None,
+                    "in_store": store.has(hash), **({"servers": servers} if servers else {})})
+        return 0
+    lines = [*map(describe, servers), f"{arguments.name}: {hash}", *([f"before: {old.hash}"] if old else [])]
+    if not store.has(hash):
+        lines.append(f"It is not in {store.folder}; get it: ingot engines pull URL {hash}")
+    print("\n".join(lines))
     return 0
 
 

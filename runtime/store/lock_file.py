@@ -25,7 +25,7 @@ import json
 import os
 import re
 import tomllib
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -143,6 +143,11 @@ def move_of(manifest: dict[str, Any], hash: str, action: str, why: str) -> Move:
     """A move made now, by this user, to the engine of `manifest`."""
     return Move(hash, manifest["model"]["name"], manifest["target"]["name"], manifest["precision"],
                 _compact(manifest.get("recipe")), _compact(manifest.get("quality")), _now(), _user(), action, why)
+
+
+def again(earlier: Move, action: str, why: str) -> Move:
+    """A move made now, by this user, to the engine of an earlier one."""
+    return replace(earlier, time=_now(), by=_user(), action=action, why=why)
 
 
 def removal(last: Move, why: str) -> Move:

@@ -58,7 +58,7 @@ class Load:
     """What the clients ask: prompts of so many tokens, answers of so many."""
 
     clients: int = 32
-    num_prompts: int = 48
+    num_prompts: int = 16
     num_prompt_tokens: int = 32
     max_tokens: int = 48
 

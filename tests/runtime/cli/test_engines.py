@@ -81,11 +81,33 @@ def test_rollback(capsys: Capture, two: tuple[str, str], store: Store) -> None:
     begin = time.perf_counter()
     moved = run_json(capsys, "engines", "rollback", "prod", "-m", "too slow", "--json")
     elapsed_s = time.perf_counter() - begin
-    assert moved == {"name": "prod", "hash": two[0], "before": two[1]}
+    assert moved == {"name": "prod", "hash": two[0], "before": two[1], "in_store": True}
     assert elapsed_s < 1, "milliseconds on a machine at rest"
     assert store.lock.now()["prod"].why == "too slow"
     status, _, err = run(capsys, "engines", "rollback", "prod", "-n", "5")
     assert status == 2 and "the name has had 2" in err
+
+
+def test_rollback_in_a_checkout_of_the_lock_file(capsys: Capture, two: tuple[str, str], tmp_path: Path,
+                                                 store: Store) -> None:
+    """CI has no blobs; what a move tells of the engine stands in its history."""
+    bare = Store(tmp_path / "checkout")
+    bare.folder.mkdir()
+    bare.lock.path.write_bytes(store.lock.path.read_bytes())
+    status, out, _ = run(capsys, "engines", "rollback", "prod", "--store", bare.folder, "-m", "in French")
+    assert status == 0 and f"prod: {two[0]}" in out and f"ingot engines pull URL {two[0]}" in out
+    move, first = bare.lock.now()["prod"], bare.lock.history("prod")[0]
+    assert (move.hash, move.action, move.why, move.model) == (two[0], "rollback", "in French", first.model)
+
+
+def test_add_with_move(capsys: Capture, two: tuple[str, str], tmp_path: Path, store: Store) -> None:
+    """For CI: whatever the name means, the engine that was just built is what it means now; the same engine again is
+    no move."""
+    for _ in range(2):
+        assert run(capsys, "engines", "add", tmp_path / "a.engine", "prod", "--move", "-m", "built again")[0] == 0
+    assert run(capsys, "engines", "add", tmp_path / "a.engine", "new", "--move")[0] == 0
+    assert [(move.action, move.hash) for move in store.lock.history("prod")][2:] == [("pin", two[0])]
+    assert [move.action for move in store.lock.history("new")] == ["add"]
 
 
 def test_rm_and_gc(capsys: Capture, two: tuple[str, str], tmp_path: Path, store: Store) -> None:
