@@ -87,11 +87,13 @@ def wanted_form(low: GpuLowering, value: str) -> str:
 def write_quantized(low: GpuLowering, value: str, form: str) -> dict[str, Arg]:
     """Reserve memory for a value in a quantized form: parameters of the launch that makes it. Readers find it."""
     rows, k = low.elements(value) // low.width(value), low.width(value)
-    data = low.temporary(f"{value}.{form}", rows * k // (2 if form == "nvfp4" else 1))
-    size = {"nvfp4": k // BLOCK, "fp8_block": 4 * (k // GROUP)}.get(form, 4)
-    scale = low.temporary(f"{value}.{form}.scale", rows * size)
-    low.quantized[low.identity(value), form] = {"x": data, "x_scale": scale}
-    return {"y": data, "y_scale": scale}
+    sizes = {"": rows * k // (2 if form == "nvfp4" else 1),
+             "_scale": rows * {"nvfp4": k // BLOCK, "fp8_block": 4 * (k // GROUP)}.get(form, 4)}
+    if form == "nvfp4":
+        sizes["_factor"] = 4 * rows
+    places = {part: low.temporary(f"{value}.{form}{part}", size) for part, size in sizes.items()}
+    low.quantized[low.identity(value), form] = {f"x{part}": place for part, place in places.items()}
+    return {f"y{part}": place for part, place in places.items()}
 
 
 def quantized(low: GpuLowering, node: Node, x: str, form: str) -> dict[str, Arg]:

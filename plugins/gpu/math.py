@@ -49,6 +49,25 @@ def _wide_nvfp4(packed, scale):
 
 
 @triton.jit
+def e2m1(v):
+    """The code 0..15 of the nearest e2m1, ties to the even code. v float32."""
+    a = tl.abs(v)
+    code = (a > 0.25).to(tl.int32) + (a >= 0.75) + (a > 1.25) + (a >= 1.75) + (a > 2.5) + (a >= 3.5) + (a > 5.0)
+    return tl.where(v < 0, code | 8, code)
+
+
+@triton.jit
+def to_nvfp4(v, ROWS: tl.constexpr, K: tl.constexpr):
+    """float32 v [ROWS, K], |v| at most 6 * 448 -> packed u8 [ROWS, K/2], scale e4m3 [ROWS, K/16]."""
+    blocks = v.reshape(ROWS, K // 16, 16)
+    scale = narrow(tl.minimum(tl.max(tl.abs(blocks), 2) / 6.0, 448.0), tl.float8e4nv)
+    wide = scale.to(tl.float32)
+    code = e2m1(blocks / tl.where(wide > 0, wide, 1.0)[:, :, None])
+    low, high = tl.split(code.reshape(ROWS, K // 2, 2))
+    return (low | (high << 4)).to(tl.uint8), scale
+
+
+@triton.jit
 def rint(v):
     """The nearest integer of float32 v, ties to even; |v| < 2^22."""
     return (v + _ROUND) - _ROUND
@@ -91,8 +110,8 @@ def quantize(v, TO: tl.constexpr):
 
 @triton.jit
 def limit(TO: tl.constexpr):
-    """The largest value of a quantized type."""
-    return 448.0 if TO == "fp8" else 127.0
+    """The largest value of a quantized type; of nvfp4 the largest scale times the largest element."""
+    return 448.0 if TO == "fp8" else 127.0 if TO == "int8" else 2688.0
 
 
 @triton.jit

@@ -8,7 +8,7 @@ fill the narrow side of the instruction (8 columns) instead of a tile of 64 rows
 import triton
 import triton.language as tl
 
-from ..gpu.math import activation, dot, dot_nvfp4, group_of, limit, narrow, quantize
+from ..gpu.math import activation, dot, dot_nvfp4, group_of, limit, narrow, quantize, to_nvfp4
 
 
 @triton.jit
@@ -128,7 +128,7 @@ def _scaled_blocks(w, w_scale, b, b_scale, acc, base, n, k, N, K: tl.constexpr, 
 
 
 @triton.jit
-def linear(x, w, y, sizes, order, starts, x_scale, w_scale, w_zero, scale, bias, residual, norm_weight, y_scale,
+def linear(x, w, y, sizes, order, starts, x_scale, x_factor, w_scale, w_zero, scale, bias, residual, norm_weight, y_scale,
            partial, arrived, ROWS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, X_STRIDE: tl.constexpr,
            WEIGHTS: tl.constexpr, W_ROW: tl.constexpr, QUANTIZE: tl.constexpr, DEFER: tl.constexpr,
            GATED: tl.constexpr, EPS: tl.constexpr, TO: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -143,7 +143,8 @@ def linear(x, w, y, sizes, order, starts, x_scale, w_scale, w_zero, scale, bias,
     sizes       i32: sizes[ROWS] is M
     order, starts  with EXPERTS matrices one below the other in w: row order[i] of y belongs to expert e for
                 starts[e] <= i < starts[e + 1]; it is made of row order[i] // SHARE of x. STEPS: of the search for e
-    x_scale     f32 [M]; fp8_block: f32 [M, K/128]; nvfp4: e4m3 [M, K/16]. w_scale, w_zero: by format
+    x_scale     f32 [M]; fp8_block: f32 [M, K/128]; nvfp4: e4m3 [M, K/16] and x_factor f32 [M]. w_scale, w_zero: by
+                format
     scale       f32 [1]: one more factor
     bias        f32, an element for each row of w; residual [M, N] in the type of y; norm_weight f32 [K]
     y_scale     f32 [1]: results are divided by it and stored as TO
@@ -187,6 +188,8 @@ def linear(x, w, y, sizes, order, starts, x_scale, w_scale, w_zero, scale, bias,
         largest, squares = _scan(x, norm_weight, xs, K, X_STRIDE, BM, BK)
         token_scale = largest / limit(QUANTIZE)
         inverse = tl.where(largest > 0, limit(QUANTIZE) / largest, 0.0)
+    elif x_factor is not None:
+        token_scale = tl.load(x_factor + xs)
     elif x_scale is not None and WEIGHTS != "nvfp4" and not BLOCKS:
         token_scale = tl.load(x_scale + xs)
 
@@ -196,10 +199,17 @@ def linear(x, w, y, sizes, order, starts, x_scale, w_scale, w_zero, scale, bias,
     for step in tl.range(0, NUM_STEPS, warp_specialize=SPECIALIZE):
         k = begin + step * BK
         if WEIGHTS == "nvfp4":
-            b = _tokens(x, xs, m, k // 2, K // 2, X_STRIDE, BK // 2, EVEN, X_TMA)
-            blocks = k // 16 + tl.arange(0, BK // 16)
-            b_scale = tl.load(x_scale + xs[:, None] * (K // 16) + blocks[None, :], mask=blocks[None, :] < K // 16,
-                              other=0.0)
+            if QUANTIZE != "":
+                wide = _tokens(x, xs, m, k, K, X_STRIDE, BK, EVEN, False).to(tl.float32)
+                if norm_weight is not None:
+                    inside_k = k + tl.arange(0, BK) < K
+                    wide = wide * tl.load(norm_weight + k + tl.arange(0, BK), mask=inside_k, other=0.0)[None, :]
+                b, b_scale = to_nvfp4(wide * inverse[:, None], BM, BK)
+            else:
+                b = _tokens(x, xs, m, k // 2, K // 2, X_STRIDE, BK // 2, EVEN, X_TMA)
+                blocks = k // 16 + tl.arange(0, BK // 16)
+                b_scale = tl.load(x_scale + xs[:, None] * (K // 16) + blocks[None, :], mask=blocks[None, :] < K // 16,
+                                  other=0.0)
             acc = _scaled_blocks(w, w_scale, b, b_scale, acc, base, n, k, N, K, BK, BN, W_TMA)
             if GATED != "":
                 acc2 = _scaled_blocks(w, w_scale, b, b_scale, acc2, base + N, n, k, N, K, BK, BN, W_TMA)

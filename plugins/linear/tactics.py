@@ -44,8 +44,8 @@ class Problem:
     float_type  "bf16", "fp16" or "fp32": of the residual, of y, and of x where the kernel prepares it itself
     rows        "T" the tokens of a step, "L" its rows of logits
     quantizes   x comes in float_type, and the kernel quantizes it by token
-    token_scales  quantized x comes with a scale a token (fp8_block: a group of a token); else its static scale is part
-                of `scale`
+    token_scales  quantized x comes with a scale a token (fp8_block: a group of a token; nvfp4: a factor a token beside
+                the scales of its blocks); else its static scale is part of `scale`
     norm_eps    x is normalised first (rms_norm); None: it is not
     gated       activation of the gate; the weights are the gate's n rows, then n others: y = act(gate) * other
     y_type      "" float_type, or another floating type; "fp8", "int8": quantized by a static scale
@@ -78,7 +78,7 @@ class Problem:
     def __post_init__(self) -> None:
         assert self.activation in FORMATS[self.format].activations, self
         assert self.format != "fp8_block" or self.quantizes != self.token_scales, f"a scale a group: {self}"
-        assert not (self.quantizes and (self.token_scales or self.activation not in ("fp8", "int8"))), self
+        assert not (self.quantizes and (self.token_scales or self.activation not in ("fp8", "int8", "nvfp4"))), self
         assert not (self.norm_eps is not None and self.token_scales), f"a norm of quantized values: {self}"
         assert not self.zero_points or self.format == "int4", self
         assert self.experts or self.choices == 1, self
@@ -294,7 +294,7 @@ def launch(p: Problem, tile: Tile) -> GpuLaunch:
 def _parameters(p: Problem, form: Format, tile: Tile,
                 ) -> tuple[tuple[tuple[str, Parameter], ...], tuple[tuple[str, Constant], ...]]:
     row = form.stored_row(p.k)
-    x_elements = p.k // 2 if p.activation == "nvfp4" else p.k
+    x_elements = p.k // 2 if p.x_type == "nvfp4" else p.k
     stride = p.x_stride or x_elements
     halves = form.bits == 4
     x: Parameter = f"*{ELEMENTS[p.x_type]}"
@@ -308,7 +308,8 @@ def _parameters(p: Problem, form: Format, tile: Tile,
     wanted: dict[str, Parameter | None] = {
         "x": x, "w": w, "y": f"*{ELEMENTS[p.y_type or p.float_type]}", "sizes": None if p.experts else "*i32",
         "order": "*i32" if p.experts else None, "starts": "*i32" if p.experts else None,
-        "x_scale": "*fp8e4nv" if nvfp4 else "*fp32" if p.token_scales else None,
+        "x_scale": "*fp32" if p.token_scales and not nvfp4 else "*fp8e4nv" if p.x_type == "nvfp4" else None,
+        "x_factor": "*fp32" if p.token_scales and nvfp4 else None,
         "w_scale": f"*{form.scales}" if form.scales else None, "w_zero": "*u8" if p.zero_points else None,
         "scale": "*fp32" if p.scale else None, "bias": "*fp32" if p.bias else None,
         "residual": f"*{ELEMENTS[p.float_type]}" if p.residual else None,

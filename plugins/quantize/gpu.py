@@ -4,37 +4,31 @@ the gate, or the residual sum and the norm, and the quantization of what the nex
 import triton
 import triton.language as tl
 
-from ..gpu.math import activation, limit, narrow, quantize
+from ..gpu.math import activation, limit, quantize, to_nvfp4
 
 
 @triton.jit
-def _e2m1(v):
-    """The code 0..15 of the nearest e2m1, ties to the even code. v float32."""
-    a = tl.abs(v)
-    code = (a > 0.25).to(tl.int32) + (a >= 0.75) + (a > 1.25) + (a >= 1.75) + (a > 2.5) + (a >= 3.5) + (a > 5.0)
-    return tl.where(v < 0, code | 8, code)
-
-
-@triton.jit
-def store_row(v, y, y_scale, static_scale, row, D: tl.constexpr, BLOCK: tl.constexpr, TO: tl.constexpr):
+def store_row(v, y, y_scale, y_factor, static_scale, row, D: tl.constexpr, BLOCK: tl.constexpr, TO: tl.constexpr):
     """Row v float32 [BLOCK], zero beyond D, as the next layer reads it.
 
     TO bf16, fp16, fp32: y [T, D]
     TO fp8, int8: y [T, D] and y_scale f32 [T], or, with static_scale f32 [1], y alone
     TO fp8_block: y [T, D], y_scale f32 [T, D/128]
-    TO nvfp4: y u8 [T, D/2], y_scale e4m3 [T, D/16], of v / static_scale
+    TO nvfp4: y u8 [T, D/2], y_scale e4m3 [T, D/16], of v / static_scale, or without one of v / y_factor f32 [T]
     """
     at = tl.arange(0, BLOCK)
     if TO == "nvfp4":
-        blocks = (v / tl.load(static_scale)).reshape(BLOCK // 16, 16)
-        scale = narrow(tl.minimum(tl.max(tl.abs(blocks), 1) / 6.0, 448.0), tl.float8e4nv)
-        wide = scale.to(tl.float32)
-        code = _e2m1(blocks / tl.where(wide > 0, wide, 1.0)[:, None])
-        low, high = tl.split(code.reshape(BLOCK // 2, 2))
+        if static_scale is not None:
+            factor = tl.load(static_scale)
+        else:
+            largest = tl.max(tl.abs(v), 0)
+            factor = tl.where(largest > 0, largest / limit(TO), 1.0)
+            tl.store(y_factor + row, factor)
+        packed, scale = to_nvfp4((v / factor).reshape(1, BLOCK), 1, BLOCK)
         half = tl.arange(0, BLOCK // 2)
-        tl.store(y + row * (D // 2) + half, (low | (high << 4)).to(tl.uint8), mask=half < D // 2)
+        tl.store(y + row * (D // 2) + half, packed.reshape(BLOCK // 2), mask=half < D // 2)
         sixteenth = tl.arange(0, BLOCK // 16)
-        tl.store(y_scale + row * (D // 16) + sixteenth, scale, mask=sixteenth < D // 16)
+        tl.store(y_scale + row * (D // 16) + sixteenth, scale.reshape(BLOCK // 16), mask=sixteenth < D // 16)
     elif TO == "fp8_block":
         groups = v.reshape(BLOCK // 128, 128)
         largest = tl.max(tl.abs(groups), 1)
@@ -56,7 +50,7 @@ def store_row(v, y, y_scale, static_scale, row, D: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
-def quantize_rows(x, y, y_scale, static_scale, sizes, ROWS: tl.constexpr, GROUP: tl.constexpr,
+def quantize_rows(x, y, y_scale, y_factor, static_scale, sizes, ROWS: tl.constexpr, GROUP: tl.constexpr,
                   D: tl.constexpr, X_STRIDE: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr, TO: tl.constexpr):
     """y = x, or act(gate) * other where x holds [gate | other] of D channels each, rows X_STRIDE apart; GROUP rows for
     each token, or row of logits."""
@@ -68,4 +62,4 @@ def quantize_rows(x, y, y_scale, static_scale, sizes, ROWS: tl.constexpr, GROUP:
     if GATED != "":
         other = tl.load(x + row * X_STRIDE + D + at, mask=at < D, other=0.0).to(tl.float32)
         v = activation(v, GATED) * other
-    store_row(v, y, y_scale, static_scale, row, D, BLOCK, TO)
+    store_row(v, y, y_scale, y_factor, static_scale, row, D, BLOCK, TO)

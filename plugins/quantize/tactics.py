@@ -35,7 +35,7 @@ class Problem:
     m, d        the most rows of a step; channels of y
     float_type  of x
     y_type      "fp8", "int8", "fp8_block", "nvfp4", or a floating type
-    static      quantized by a scale known beforehand (nvfp4 always)
+    static      quantized by a scale known beforehand
     gated       activation of the gate, or ""
     group       rows a token; x_stride: elements between rows, 0: dense
     """
@@ -88,9 +88,9 @@ def unsupported_row(d: int, y_type: str, device: Device) -> str:
 def output(y_type: str, static: bool) -> tuple[dict[str, Parameter], dict[str, Constant]]:
     """Parameters of what store_row writes, and which of them are absent."""
     parameters: dict[str, Parameter] = {"y": f"*{ELEMENTS[y_type]}"} if y_type else {}
-    absent: dict[str, Constant] = {"y": None, "y_scale": None, "static_scale": None}
+    absent: dict[str, Constant] = dict.fromkeys(("y", "y_scale", "y_factor", "static_scale"))
     if y_type == "nvfp4":
-        parameters |= {"y_scale": "*fp8e4nv", "static_scale": "*fp32"}
+        parameters |= {"y_scale": "*fp8e4nv", "static_scale" if static else "y_factor": "*fp32"}
     elif y_type == "fp8_block":
         parameters["y_scale"] = "*fp32"
     elif y_type in ("fp8", "int8"):
