@@ -128,8 +128,10 @@ class CudaProgram:
             workspace = context.allocate(self.workspace_bytes)
             self._step_address = context.allocate(layout.num_bytes)
             left = context.free_bytes()
-            self.num_blocks = blocks(kv_cache_tokens) if kv_cache_tokens is not None else (
-                int(fraction * (left - graphs)) // kv.block_bytes // tables * tables)
+            if kv_cache_tokens is not None or not kv.block_bytes:  # a model without attention has blocks of nothing
+                self.num_blocks = blocks(kv_cache_tokens or limits.max_batch_size * limits.max_seq_len)
+            else:
+                self.num_blocks = int(fraction * (left - graphs)) // kv.block_bytes // tables * tables
             if self.num_blocks < 1:
                 raise needs.error(self.gpu, free, f"no block of the KV cache fits {fraction:.0%} of what is left")
             self.kv_bytes = self.num_blocks * kv.block_bytes

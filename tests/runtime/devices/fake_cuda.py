@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 from cuda.bindings import driver as real
 
-from ingot.plugins.gpu.kernel import GpuKernel, GpuLaunch, TensorMap
+from ingot.plugins.gpu.interpret import Prepared, prepare
+from ingot.plugins.gpu.kernel import GpuKernel, TensorMap
 from ingot.runtime.devices.gpu_kernels import Kernel, TensorMapType
 
 from .cubin import Function, capability, functions
@@ -270,6 +271,7 @@ class FakeCuda(FakeMemory):
         assert tuple(block) == loaded.told.threads, f"{kernel.symbol} is compiled for blocks of {loaded.told.threads}"
         assert shared == kernel.shared_bytes
         values = self._values(kernel, self._parameters(loaded, array))
+        prepared: list[Prepared] = []
 
         def run() -> None:
             cluster = attributes.get("clusterDim", 1)
@@ -277,7 +279,9 @@ class FakeCuda(FakeMemory):
             self.launched.append(kernel.symbol)
             if kernel.symbol == self.faulty:
                 raise Refused("CUDA_ERROR_ILLEGAL_ADDRESS")
-            interpret(kernel, (grid[0] // cluster, grid[1], grid[2]), values, self.sources)
+            if not prepared:
+                prepared.append(interpreted(kernel, (grid[0] // cluster, grid[1], grid[2]), values, self.sources))
+            prepared[0].run()
         return run
 
     def _values(self, kernel: Kernel, data: list[bytes]) -> list[int | float | tuple[int, TensorMap]]:
@@ -374,13 +378,12 @@ class FakeCuda(FakeMemory):
             self._put(stream, "node", node.run)
 
 
-def interpret(kernel: Kernel, grid: tuple[int, int, int], values: Sequence[Any], sources: Mapping[str, str]) -> None:
-    """One launch by Triton's interpreter, in this process."""
-    from ingot.plugins.gpu.interpret import run
-
+def interpreted(kernel: Kernel, grid: tuple[int, int, int], values: Sequence[Any],
+                sources: Mapping[str, str]) -> Prepared:
+    """A launch for Triton's interpreter, in this process."""
     parameters = tuple((name, value[1] if isinstance(value, tuple) else str(kind))
                        for (name, kind), value in zip(kernel.parameters, values, strict=True))
     source = GpuKernel(kernel.symbol, kernel.module, kernel.function, parameters, kernel.constants, kernel.num_warps,
                        kernel.num_stages, source=sources.get(kernel.module, ""))
-    run(GpuLaunch(source, grid), {name: value[0] if isinstance(value, tuple) else value
+    return prepare(source, grid, {name: value[0] if isinstance(value, tuple) else value
                                   for (name, _), value in zip(kernel.parameters, values, strict=True)})
