@@ -16,6 +16,7 @@ from ..ir.graph import Node
 from ..plan.lowering import Place
 from ..plan.plan import Arg
 from .emit_attention import emit_attention, emit_kv_write, emit_rope, emit_rope_kv_write
+from .emit_collective import emit_collective
 from .emit_linear import absorbs_norm, emit_linear, wanted_form, write_quantized
 from .lower import GpuLowering
 
@@ -121,6 +122,8 @@ def emit_sample(low: GpuLowering, vocab: int) -> None:
 
 
 EMITTERS: dict[str, Callable[[GpuLowering, Node], None]] = {
+    "all_reduce": emit_collective,
+    "all_gather": emit_collective,
     "embedding": _embedding,
     "linear": emit_linear,
     "rms_norm": _norm,

@@ -23,7 +23,7 @@ from ..targets import Gpu
 from ..weights.packed import PackedWeight, WeightTable
 from .choose import Choice, Chooser
 from .emitters import EMITTERS, emit_sample
-from .lower import GpuLowering, Request
+from .lower import GpuLowering, Meeting, Request
 from .native import require_native
 from .report import kernel_report
 from .storage import stored_types
@@ -35,7 +35,10 @@ _LAYER = re.compile(r"\blayers?\.(\d+)\b|\bh\.(\d+)\b")
 
 @dataclass(frozen=True)
 class GpuProgram:
-    """Everything of an engine but the bytes of its weights. code: symbol -> what the kernel compiled to."""
+    """Everything of an engine but the bytes of its weights. code: symbol -> what the kernel compiled to.
+
+    meetings: likewise, where ranks exchange values
+    """
 
     gpu: Gpu
     buckets: tuple[Bucket, ...]
@@ -48,6 +51,7 @@ class GpuProgram:
     workspace: Workspace
     table: list[dict[str, Any]]
     step_bytes: int
+    meetings: dict[str, Any]
 
     def target_facts(self) -> dict[str, Any]:
         """For the manifest."""
@@ -55,6 +59,7 @@ class GpuProgram:
 
     def plan(self, written: dict[str, Weight]) -> Plan:
         kernels = {name: _kernel_json(kernel, self.code[name]) for name, kernel in self.kernels.items()}
+        kernels |= self.meetings
         return Plan(self.kv, written, self.buckets, self.probes, kernels, self.workspace)
 
     def kernel_table(self) -> list[dict[str, Any]]:
@@ -104,15 +109,17 @@ def generate(graph: Graph, gpu: Gpu, floats: str, limits: dict[str, int], block_
         emit_sample(lowering, vocab)
         lowered.append((lowering, lowering.plan_arena([request.buffers for request in lowering.requests])))
     chooser = Chooser(gpu, cache, progress)
-    choices = chooser.choose([request for lowering, _ in lowered for request in lowering.requests])
+    choices = chooser.choose([request for lowering, _ in lowered for request in lowering.requests
+                              if isinstance(request, Request)])
     launches = [launch for choice in choices for launch in choice.candidate.launches]
     workspace = _workspace(launches)
     kernels = {launch.kernel.symbol: launch.kernel for launch in launches}
     buckets, chosen = [], iter(choices)
     asked: list[tuple[int, Request, Choice]] = []
     for lowering, arena in lowered:
-        made = [(request, next(chosen)) for request in lowering.requests]
-        asked += [(lowering.tokens, *pair) for pair in made]
+        made = [(request, next(chosen) if isinstance(request, Request) else None) for request in lowering.requests]
+        asked += [(lowering.tokens, request, choice) for request, choice in made
+                  if isinstance(request, Request) and choice is not None]
         buckets.append(_bucket(lowering, arena, made, workspace))
     code = {symbol: chooser.code[symbol] for symbol in kernels}
     require_native(asked, code)
@@ -120,7 +127,9 @@ def generate(graph: Graph, gpu: Gpu, floats: str, limits: dict[str, int], block_
     probes = {label: value for label, value in graph.probes.items() if value in written}
     layout = StepLayout(Limits(**limits), vocab, block_size, len(kv.windows))
     return GpuProgram(gpu, tuple(buckets), kernels, code, tuple(weights.entries.values()), kv, probes, vocab,
-                      workspace, kernel_report(asked, code, gpu.arch), layout.num_bytes)
+                      workspace, kernel_report(asked, code, gpu.arch), layout.num_bytes,
+                      {request.symbol: dict(request.kernel) for lowering, _ in lowered for request in lowering.requests
+                       if isinstance(request, Meeting)})
 
 
 def _workspace(launches: Sequence[GpuLaunch]) -> Workspace:
@@ -131,15 +140,21 @@ def _workspace(launches: Sequence[GpuLaunch]) -> Workspace:
     return Workspace(zeroed + -(-partial // _ALIGNMENT) * _ALIGNMENT, zeroed)
 
 
-def _bucket(lowering: GpuLowering, arena: Arena, made: Sequence[tuple[Request, Choice]], workspace: Workspace) -> Bucket:
+def _bucket(lowering: GpuLowering, arena: Arena, made: Sequence[tuple[Request | Meeting, Choice | None]],
+            workspace: Workspace) -> Bucket:
     shared = {"arrived": Arg("workspace"), "partial": Arg("workspace", offset=workspace.zeroed_bytes)}
-    launches = tuple(_launch(request, launch, {**request.args, **shared})
-                     for request, choice in made for launch in choice.candidate.launches)
+    launches: list[Launch] = []
+    for request, choice in made:
+        if isinstance(request, Meeting):
+            launches.append(Launch(request.symbol, request.args, request.origin, writes=dict(request.writes),
+                                   op=request.op, grid=(1, 1, 1)))
+        elif choice is not None:
+            launches += [_launch(request, launch, {**request.args, **shared}) for launch in choice.candidate.launches]
     logits, *others = lowering.graph.outputs
     outputs = {("logits" if name == logits else name): Output(
         arena.offsets[lowering.places[name].arg.name], lowering.width(name), lowering.type(name).dtype.value)
         for name in (logits, *others)}
-    return Bucket(lowering.tokens, launches, arena.offsets, arena.size, arena.bound, arena.unshared, outputs)
+    return Bucket(lowering.tokens, tuple(launches), arena.offsets, arena.size, arena.bound, arena.unshared, outputs)
 
 
 def _launch(request: Request, launch: GpuLaunch, args: dict[str, Arg]) -> Launch:

@@ -64,4 +64,4 @@ def _needed_exactly(graph: Graph) -> set[str]:
 
 
 def _rounds(node: Node) -> bool:
-    return node.op in _ROUNDING or node.op.startswith(("add_", "norm_", "all_"))
+    return node.op in _ROUNDING or node.op.startswith(("add_", "norm_"))

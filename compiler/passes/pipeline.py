@@ -26,9 +26,11 @@ from .merge_duplicates import merge_duplicates
 from .merge_linears import merge_linears
 from .place_kv import place_kv
 from .raise_linear import raise_linear
+from .raise_moe import raise_moe
 from .raise_norms import raise_norms
 from .raise_rope import raise_rope
 from .scale_embedding import scale_embedding
+from .shard import shard_graph
 from .split_input_scales import split_input_scales
 from .strided import accepts_strided, gpu_accepts_strided
 
@@ -61,8 +63,13 @@ def cpu_pipeline(precision: Precision, kv: str, stored: Mapping[str, str] | None
     ]
 
 
-def gpu_pipeline(precision: Precision, kv: str, stored: Mapping[str, str] | None = None) -> list[Pass]:
-    """Likewise for GPU targets: matrices quantize their own inputs there, and take in what surrounds them."""
+def gpu_pipeline(precision: Precision, kv: str, stored: Mapping[str, str] | None = None, num_ranks: int = 1,
+                 ) -> list[Pass]:
+    """Likewise for GPU targets: matrices quantize their own inputs there, and take in what surrounds them.
+
+    num_ranks: GPUs that share the work; the graph is then that of each of them.
+    """
+    divide: list[Pass] = [("shard", partial(shard_graph, num_ranks=num_ranks))] if num_ranks > 1 else []
     return [
         ("fold_constants", fold_constants),
         ("raise_linear", raise_linear),
@@ -74,6 +81,7 @@ def gpu_pipeline(precision: Precision, kv: str, stored: Mapping[str, str] | None
         ("gather_logits", gather_logits),
         ("assign_precision", partial(assign_precision, precision=precision, stored=stored)),
         ("split_input_scales", split_input_scales),
+        *divide,
         ("merge_linears", merge_linears),
         ("fuse_gate", fuse_gate),
         ("scale_embedding", scale_embedding),
@@ -81,6 +89,7 @@ def gpu_pipeline(precision: Precision, kv: str, stored: Mapping[str, str] | None
         ("fuse_rope_kv_write", fuse_rope_kv_write),
         ("fuse_norm_add", fuse_norm_add),
         ("fuse_residual", fuse_residual),
+        ("raise_moe", raise_moe),
         ("fuse_add_norm", fuse_add_norm),
         ("fuse_loops", partial(fuse_loops, accepts_strided=gpu_accepts_strided)),
         ("dead_code", eliminate_dead_code),

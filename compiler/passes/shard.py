@@ -112,7 +112,7 @@ class _Rewriting:
             self.constants[name] = shard(expr, split.axis, split.segments, self.num_ranks)
         elif self.region.kinds.get(node.outputs[0]) == "row" and self._is_bias(node, position):
             name = f"{name}.once"
-            self.constants[name] = on_first(expr)
+            self.constants[name] = on_first(expr, self.num_ranks)
         else:
             return name
         self.types[name] = self.constants[name].type

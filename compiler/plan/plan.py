@@ -22,6 +22,7 @@ class Arg:
            "input"  an array of the step (runtime/step.py), `offset` bytes in
            "null"   nothing
            "workspace"  memory that the launches of a GPU share, `offset` bytes in
+           "scalar" no place, but the number `offset`
     rectangle  of a pointer that a copy engine takes: (rows, columns, elements from one row to the next)
     """
 
@@ -35,8 +36,8 @@ class Arg:
         if self.rectangle is not None:
             rows, columns, stride = self.rectangle
             return ["tensormap", replace(self, rectangle=None).to_json(offsets), [rows, columns], stride]
-        if self.kind == "workspace":
-            return ["workspace", self.offset]
+        if self.kind in ("workspace", "scalar"):
+            return [self.kind, self.offset]
         if self.kind == "value":
             return ["arena", offsets[self.name] + self.offset]
         if self.kind == "kv":
@@ -108,6 +109,7 @@ class Weight:
     """A packed blob. label says what it is: "model.layers.0.self_attn.qkv w4a8 [960, 576]".
 
     shape   of what is packed; scheme: how, a key of SCHEMES, or "" for elements as they are; for profiles
+    blobs   one for each rank of a tensor-parallel engine, the first is `blob`; empty where all ranks hold the same
     """
 
     blob: str
@@ -115,6 +117,10 @@ class Weight:
     label: str
     shape: tuple[int, ...] = ()
     scheme: str = ""
+    blobs: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "blobs" or value}
 
 
 @dataclass(frozen=True)
@@ -142,7 +148,7 @@ class Plan:
         return {"version": PLAN_VERSION,
                 "kv": {"block_size": self.kv.block_size, "block_bytes": self.kv.block_bytes,
                        "windows": list(self.kv.windows), "slots": [slot.to_json() for slot in self.kv.slots]},
-                "weights": {name: vars(weight) for name, weight in self.weights.items()},
+                "weights": {name: weight.to_json() for name, weight in self.weights.items()},
                 "buckets": [bucket.to_json() for bucket in self.buckets], "probes": self.probes, **gpu}
 
 

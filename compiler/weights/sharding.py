@@ -38,14 +38,20 @@ def shard(expr: WeightExpr, axis: int, segments: Sequence[Segment], num_ranks: i
                  segments=tuple((segment.size, segment.ways) for segment in segments))
 
 
-def on_first(expr: WeightExpr) -> WeightExpr:
+def on_first(expr: WeightExpr, num_ranks: int) -> WeightExpr:
     """`expr` on rank 0, zeros elsewhere: what is added before the ranks' results are summed."""
-    return apply("on_first", (expr,), expr.type)
+    return apply("on_first", (expr,), expr.type, ranks=num_ranks)
+
+
+def num_ranks_of(expr: WeightExpr) -> int:
+    """How many ranks hold different values; 1: all hold the same."""
+    if expr.op in ("shard", "on_first"):
+        return int(expr.attr("ranks"))
+    return max(map(num_ranks_of, expr.inputs), default=1)
 
 
 def is_sharded(expr: WeightExpr) -> bool:
-    """Whether ranks hold different values."""
-    return expr.op in ("shard", "on_first") or any(map(is_sharded, expr.inputs))
+    return num_ranks_of(expr) > 1
 
 
 def at_rank(expr: WeightExpr, rank: int) -> WeightExpr:

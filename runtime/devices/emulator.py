@@ -29,6 +29,7 @@ from ..manifest import weight_name
 from ..program import EngineMismatch, Limits, check_plan_version
 from ..sampling_inputs import Float32Array, StepOutputs
 from ..step import StepInputs, StepLayout
+from .gpu_collective import check_collectives, meet
 from .gpu_kernels import Kernel, TensorMapType, check_members
 from .gpu_plan import BoundBucket, BoundLaunch, BoundTensorMap, GpuPlan, Places
 from .host_memory import Bytes, KvBlocks, anonymous
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 TRITON_VERSION = "3.9.0"
 """The one whose interpreter the kernels are written for (plugins/gpu/math.py)."""
 
+MAX_RANKS = 64
 _POISON = 0xFF
 
 
@@ -56,21 +58,20 @@ class EmulatorProgram:
         if kv_cache_tokens < 1 or host_kv_tokens < 0:
             raise RequestError(f"kv_cache_tokens is {kv_cache_tokens}, host_kv_tokens {host_kv_tokens}; expected at "
                                "least 1 and 0")
-        if (ranks := engine.manifest.get("tensor_parallel", 1)) != 1:
-            raise EngineMismatch(f"{engine.path} is divided among {ranks} GPUs; the emulator runs engines for one")
         self._engine = engine
+        self.num_ranks = num_ranks(engine)
         self._interpret = _interpreter()
         limits = Limits.of(engine.manifest)
         try:
             plan = GpuPlan.read(engine.plan, limits)
             check_members(plan.kernels, engine.sizes)
+            check_collectives(plan, limits, self.num_ranks)
             self._sources = _sources(engine, plan.kernels.values())
             self._lay_out(plan, limits, kv_cache_tokens, host_kv_tokens)
         except EngineFormatError as error:
             prefix = f"{engine.path}: "
             raise type(error)(f"{prefix}{str(error).removeprefix(prefix)}") from None
-        self._bucket_tokens = [bucket.tokens for bucket in self._buckets]
-        self._prepared: dict[int, list[Prepared]] = {}
+        self._bucket_tokens = [bucket.tokens for bucket in plan.buckets]
         self._in_flight: tuple[StepInputs, int] | None = None
         self._last: tuple[BoundBucket, int] | None = None
         self._closed = False
@@ -80,43 +81,26 @@ class EmulatorProgram:
         kv = plan.kv
         self.block_size, self.block_bytes, self.kv_windows = kv.block_size, kv.block_bytes, kv.windows
         self.vocab_size = plan.vocab_size
-        self._blocks = KvBlocks(kv_cache_tokens, host_kv_tokens, kv.block_size, kv.block_bytes, len(kv.windows))
-        self.num_blocks, self.num_host_blocks = self._blocks.num_blocks, self._blocks.num_host_blocks
-        self.kv_bytes = self.num_blocks * kv.block_bytes
         first, second = (StepInputs(limits, plan.vocab_size, kv.block_size, len(kv.windows)) for _ in range(2))
         self.inputs = (first, second)
-
-        self._layout = layout = StepLayout(limits, plan.vocab_size, kv.block_size, len(kv.windows))
-        self._step = anonymous(layout.num_bytes, "the arrays of a step")
-        self._step.fill(_POISON)
-        self._arena = anonymous(max(plan.arena_bytes, 1), "the arena")
-        self._workspace = anonymous(max(plan.workspace_bytes, 1), "the workspace")
-        self._arrivals = self._workspace[: plan.zeroed_bytes]
-        self._workspace[plan.zeroed_bytes :].fill(_POISON)
-        self._weights = {name: self._map(weight.blobs[0], weight.size) for name, weight in plan.weights.items()}
+        self._layout = StepLayout(limits, plan.vocab_size, kv.block_size, len(kv.windows))
+        self._ranks = [_Rank(self._engine, plan, self._layout, rank, kv_cache_tokens, host_kv_tokens)
+                       for rank in range(self.num_ranks)]
+        blocks = self._ranks[0].blocks
+        self.num_blocks, self.num_host_blocks = blocks.num_blocks, blocks.num_host_blocks
+        self.kv_bytes = self.num_blocks * kv.block_bytes
         self.weights_bytes = sum({weight.blobs[0]: weight.size for weight in plan.weights.values()}.values())
         self.arena_bytes, self.workspace_bytes = plan.arena_bytes, plan.workspace_bytes
-        step = _address(self._step)
-        self._buckets = plan.bind(Places(
-            _address(self._arena), _address(self._workspace),
-            {name: _address(data) for name, data in self._weights.items()}, self._blocks.address,
-            {name: step + place.offset for name, place in layout.places.items()}))
-
-    def _map(self, blob: str, size: int) -> Bytes:
-        data = self._engine.map(weight_name(blob))
-        if data.size != size:
-            raise EngineFormatError(f"plan.weights: {weight_name(blob)} has {data.size} bytes, expected {size}")
-        return data
 
     def launch(self, inputs: StepInputs) -> None:
         index = self._begin(inputs)
-        self._in_flight, self._last = (inputs, index), (self._buckets[index], inputs.num_logits)
+        self._in_flight, self._last = (inputs, index), (self._ranks[0].buckets[index], inputs.num_logits)
 
     def wait(self) -> StepOutputs:
         """Computes the step: nothing runs beside the caller's thread."""
         assert self._in_flight is not None, "no step is in flight"
         (inputs, index), self._in_flight = self._in_flight, None
-        for number in range(len(self._buckets[index].launches)):
+        for number in range(len(self._ranks[0].buckets[index].launches)):
             self._run(index, number)
         self._end(inputs)
         return inputs.sampling.outputs
@@ -125,17 +109,19 @@ class EmulatorProgram:
         assert self._in_flight is None, "a step is in flight"
         assert self._last is not None, "no step has been waited for"
         bucket, num_logits = self._last
-        begin = bucket.logits - _address(self._arena)
-        return self._arena[begin : begin + 4 * num_logits * self.vocab_size].view(np.float32).reshape(
+        arena = self._ranks[0].arena
+        begin = bucket.logits - _address(arena)
+        return arena[begin : begin + 4 * num_logits * self.vocab_size].view(np.float32).reshape(
             num_logits, self.vocab_size)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self._blocks.copy_later(pairs)
+        for rank in self._ranks:
+            rank.blocks.copy_later(pairs)
 
     def trace(self, inputs: StepInputs, values: Collection[str]) -> dict[str, np.ndarray]:
         index = self._begin(inputs)
         found = {}
-        for number, launch in enumerate(self._buckets[index].launches):
+        for number, launch in enumerate(self._ranks[0].buckets[index].launches):
             self._run(index, number)
             for name, (argument, dims, dtype) in launch.writes.items():
                 if name in values:
@@ -151,29 +137,33 @@ class EmulatorProgram:
         """Weights are no longer mapped once nobody holds an array of this program."""
         self._closed = True
         self._in_flight = None
-        self._prepared.clear()
-        self._weights.clear()
+        self._ranks.clear()
 
     def _begin(self, inputs: StepInputs) -> int:
         """Brings a step's arrays to the device; the index of the bucket that takes it."""
         assert not self._closed, "the program is closed"
         assert self._in_flight is None, "a step is in flight"
         assert any(inputs is mine for mine in self.inputs) and inputs.num_tokens > 0
-        self._blocks.copy_now()
-        for begin, size in inputs.pieces():
-            self._step[begin : begin + size] = inputs.memory[begin : begin + size]
-        self._arena.fill(_POISON)
+        pieces = inputs.pieces()
+        for rank in self._ranks:
+            rank.blocks.copy_now()
+            for begin, size in pieces:
+                rank.step[begin : begin + size] = inputs.memory[begin : begin + size]
+            rank.arena.fill(_POISON)
         return bisect_left(self._bucket_tokens, inputs.num_tokens)
 
     def _run(self, index: int, number: int) -> None:
-        launches = self._buckets[index].launches
-        prepared = self._prepared.get(index)
-        if prepared is None:
-            prepared = self._prepared[index] = [self._prepare(launch) for launch in launches]
+        launches = [rank.buckets[index].launches[number] for rank in self._ranks]
         try:
-            prepared[number].run()
+            if launches[0].kernel.collective:
+                meet(launches)
+                return
+            for rank, launch in zip(self._ranks, launches, strict=True):
+                if (index, number) not in rank.prepared:
+                    rank.prepared[index, number] = self._prepare(launch)
+                rank.prepared[index, number].run()
         except Exception as error:
-            launch, tokens = launches[number], self._bucket_tokens[index]
+            launch, tokens = launches[0], self._bucket_tokens[index]
             told = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
             raise WorkFailed(f"{self._engine.path}: launch {number} of steps of up to {tokens} tokens, {launch.op} of "
                              f"{launch.origin}, failed: {told}") from error
@@ -198,12 +188,59 @@ class EmulatorProgram:
 
     def _end(self, inputs: StepInputs) -> None:
         """Brings the outputs back. Raises WorkFailed if a launch left counters that the next step would trip over."""
-        begin = self._layout.input_bytes
-        inputs.memory[begin:] = self._step[begin:]
-        if self._arrivals.any():
-            at = int(np.flatnonzero(self._arrivals)[0])
-            raise WorkFailed(f"{self._engine.path}: a launch left byte {at} of the workspace not zero; of its first "
-                             f"{self._arrivals.size} bytes every launch leaves zeros")
+        begin, first = self._layout.input_bytes, self._ranks[0]
+        inputs.memory[begin:] = first.step[begin:]
+        for rank in self._ranks:
+            if rank.arrivals.any():
+                at = int(np.flatnonzero(rank.arrivals)[0])
+                raise WorkFailed(f"{self._engine.path}: a launch left byte {at} of the workspace not zero; of its "
+                                 f"first {rank.arrivals.size} bytes every launch leaves zeros")
+            if self._sampled(rank, inputs).tobytes() != self._sampled(first, inputs).tobytes():
+                raise WorkFailed(f"{self._engine.path}: ranks of a step chose different tokens")
+
+    def _sampled(self, rank: _Rank, inputs: StepInputs) -> Bytes:
+        """The tokens that a rank chose, as bytes."""
+        place = self._layout.places["sampling.tokens"]
+        return rank.step[place.offset : place.offset + 4 * inputs.sampling.num_rows]
+
+
+class _Rank:
+    """The memory of one GPU: of the only one, or of one rank of a tensor-parallel engine."""
+
+    def __init__(self, engine: EngineFile, plan: GpuPlan, layout: StepLayout, rank: int, kv_cache_tokens: int,
+                 host_kv_tokens: int) -> None:
+        kv = plan.kv
+        self.blocks = KvBlocks(kv_cache_tokens, host_kv_tokens, kv.block_size, kv.block_bytes, len(kv.windows))
+        self.step = anonymous(layout.num_bytes, "the arrays of a step")
+        self.step.fill(_POISON)
+        self.arena = anonymous(max(plan.arena_bytes, 1), "the arena")
+        workspace = anonymous(max(plan.workspace_bytes, 1), "the workspace")
+        self.arrivals = workspace[: plan.zeroed_bytes]
+        workspace[plan.zeroed_bytes :].fill(_POISON)
+        # Mapped arrays must live as long as kernels may read them.
+        self._held = {name: _mapped(engine, weight.blobs[rank % len(weight.blobs)], weight.size)
+                      for name, weight in plan.weights.items()}
+        self.prepared: dict[tuple[int, int], Prepared] = {}
+        step = _address(self.step)
+        self.buckets = plan.bind(Places(
+            _address(self.arena), _address(workspace), {name: _address(data) for name, data in self._held.items()},
+            self.blocks.address, {name: step + place.offset for name, place in layout.places.items()}))
+
+
+def _mapped(engine: EngineFile, blob: str, size: int) -> Bytes:
+    data = engine.map(weight_name(blob))
+    if data.size != size:
+        raise EngineFormatError(f"plan.weights: {weight_name(blob)} has {data.size} bytes, expected {size}")
+    return data
+
+
+def num_ranks(engine: EngineFile) -> int:
+    """GPUs that an engine is divided among. Raises EngineFormatError."""
+    ranks = engine.manifest.get("tensor_parallel", 1)
+    if not isinstance(ranks, int) or not 1 <= ranks <= MAX_RANKS:
+        raise EngineFormatError(f"{engine.path}: manifest.json: tensor_parallel: expected 1 to {MAX_RANKS}, "
+                                f"got {ranks!r}")
+    return ranks
 
 
 def _address(memory: Bytes) -> int:
@@ -239,6 +276,8 @@ def _sources(engine: EngineFile, kernels: Collection[Kernel]) -> dict[str, str]:
     generated = importlib.import_module("ingot.plugins.gpu.generated")
     texts: dict[str, str] = {}
     for kernel in kernels:
+        if kernel.collective:
+            continue
         module, text = kernel.module, ""
         if kernel.source is not None:
             if module not in texts:
