@@ -9,16 +9,19 @@ from ..quantize.tactics import BYTES, ELEMENTS
 
 MODULE = "ingot.plugins.expert_linear.gpu"
 SCORES = ("softmax", "sigmoid", "softmax_of_chosen")
-_MAX_EXPERTS = 1024
+MAX_EXPERTS = 1024
+MAX_CHOICES = 32
 
 
 @dataclass(frozen=True)
 class Routing:
-    """The choice of experts by the router's logits f32 [m, experts], and their rows sorted.
+    """The choice of experts by the router's logits f32 [m, experts]: the IR's operator `route`.
 
     scores     "softmax" over all experts, "sigmoid", or "softmax_of_chosen"
     bias       f32 [experts] counts for the choice, not for the weights
-    normalise  the weights of a token sum to one; factor multiplies them
+    normalise  the weights of a token are divided by their sum + eps; factor multiplies them
+    groups     > 1: only experts of kept_groups groups can be chosen, of those whose group_best best have the largest
+               sum
     """
 
     m: int
@@ -28,9 +31,22 @@ class Routing:
     bias: bool = False
     normalise: bool = False
     factor: float = 1.0
+    eps: float = 0.0
+    groups: int = 1
+    kept_groups: int = 1
+    group_best: int = 2
 
     def __post_init__(self) -> None:
-        assert self.scores in SCORES and self.choices <= self.experts, self
+        assert self.scores in SCORES and self.choices <= self.experts and self.experts % self.groups == 0, self
+
+
+@dataclass(frozen=True)
+class Sorting:
+    """The rows (token, choice) of at most m tokens, by their expert."""
+
+    m: int
+    experts: int
+    choices: int
 
 
 @dataclass(frozen=True)
@@ -45,32 +61,42 @@ class Sum:
 
 
 def routing(problem: Routing, device: Device) -> Candidates:
-    """Two launches: route, then sort_by_expert."""
+    """Parameters: logits, bias, ids, weights, sizes."""
     p = problem
-    if p.experts > _MAX_EXPERTS:
-        return Candidates(refused=(Refusal("route", f"{p.experts} experts; up to {_MAX_EXPERTS}"),))
-    block = max(32, 1 << (p.experts - 1).bit_length())
-    words = (f"e{p.experts}", f"of{p.choices}")
+    if p.experts > MAX_EXPERTS or p.choices > MAX_CHOICES:
+        return Candidates(refused=(Refusal("route", f"{p.choices} of {p.experts} experts; up to {MAX_CHOICES} of "
+                                                    f"{MAX_EXPERTS}"),))
+    size = p.experts // p.groups
+    limited = f"best{p.group_best}of{p.kept_groups}of{p.groups}" if p.groups > 1 else ""
     route = GpuKernel(
-        symbol("route", *words, p.scores, "bias" if p.bias else "", "normalise" if p.normalise else "",
-               f"f{p.factor}" if p.factor != 1 else ""), MODULE, "route",
+        symbol("route", f"e{p.experts}", f"of{p.choices}", p.scores, "bias" if p.bias else "",
+               f"normalise{p.eps or ''}" if p.normalise else "", f"f{p.factor}" if p.factor != 1 else "", limited),
+        MODULE, "route",
         *arguments({"logits": "*fp32", "bias": "*fp32" if p.bias else None, "ids": "*i32", "weights": "*fp32",
                     "sizes": "*i32"},
-                   {"ROWS": SIZES["T"], "E": p.experts, "BLOCK": block, "CHOICES": p.choices, "SCORES": p.scores,
-                    "NORMALISE": p.normalise, "FACTOR": p.factor}), 1, 1)
+                   {"ROWS": SIZES["T"], "E": p.experts, "CHOICES": p.choices, "SCORES": p.scores,
+                    "NORMALISE": p.normalise, "EPS": p.eps, "FACTOR": p.factor, "GROUPS": p.groups,
+                    "KEPT": p.kept_groups, "GROUP_BEST": min(p.group_best, size), "G": _power_of_two(p.groups),
+                    "S": max(_power_of_two(size), 32 // _power_of_two(p.groups))}), 1, 1)
+    cost = Cost(4.0 * p.m * (p.experts + 2 * p.choices), 0)
+    return Candidates((Candidate("route", (GpuLaunch(route, (p.m, 1, 1)),), cost),))
+
+
+def sorting(problem: Sorting, device: Device) -> Candidates:
+    """Parameters: ids, order, starts, sizes."""
+    p = problem
     rows = p.m * p.choices
-    chunk = min(4096, max(128, 1 << (rows - 1).bit_length()))
-    order = GpuKernel(
-        symbol("sort_by_expert", *words, chunk), MODULE, "sort_by_expert",
+    chunk = min(4096, max(128, _power_of_two(rows)))
+    kernel = GpuKernel(
+        symbol("sort_by_expert", f"e{p.experts}", f"of{p.choices}", chunk), MODULE, "sort_by_expert",
         *arguments({"ids": "*i32", "order": "*i32", "starts": "*i32", "sizes": "*i32"},
                    {"ROWS": SIZES["T"], "E": p.experts, "CHOICES": p.choices, "BLOCK": chunk}), 4, 1)
-    cost = Cost(4.0 * p.m * (p.experts + 4 * p.choices), 0)
-    return Candidates((Candidate("route", (GpuLaunch(route, (p.m, 1, 1)), GpuLaunch(order, (p.experts, 1, 1))), cost),))
+    return Candidates((Candidate("sort_by_expert", (GpuLaunch(kernel, (p.experts, 1, 1)),), Cost(8.0 * rows, 0)),))
 
 
 def summing(problem: Sum, device: Device) -> Candidates:
     p = problem
-    block = min(1024, max(32, 1 << (p.d - 1).bit_length()))
+    block = min(1024, max(32, _power_of_two(p.d)))
     element = f"*{ELEMENTS[p.float_type]}"
     kernel = GpuKernel(
         symbol("combine", f"d{p.d}", f"of{p.choices}", p.float_type, "residual" if p.residual else ""),
@@ -80,3 +106,7 @@ def summing(problem: Sum, device: Device) -> Candidates:
                    {"ROWS": SIZES["T"], "D": p.d, "CHOICES": p.choices, "BLOCK": block}), 4, 1)
     cost = Cost(p.m * p.d * (p.choices + 1 + p.residual) * BYTES[p.float_type], 0)
     return Candidates((Candidate("combine", (GpuLaunch(kernel, (p.m, -(-p.d // block), 1)),), cost),))
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()

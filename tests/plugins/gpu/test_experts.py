@@ -2,13 +2,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from ingot.compiler.gpu.disassemble import operand_bits
 from ingot.compiler.gpu.interpret import Interpreter
-from ingot.plugins.expert_linear.tactics import Routing, Sum, routing, summing
+from ingot.compiler.ir.registry import OPS
+from ingot.plugins.expert_linear.tactics import Routing, Sorting, Sum, routing, sorting, summing
 from ingot.plugins.linear import gpu_reference
 from ingot.plugins.linear.gpu_formats import FORMATS, Packed, pack
 from ingot.plugins.linear.gpu_reference import quantize_tokens
@@ -19,57 +21,53 @@ from .support import assert_close, compiled, device, load, scratch, store, unwri
 H200 = device("sm_90a")
 
 
-def softmax(x: np.ndarray) -> np.ndarray:
-    e = np.exp(x - x.max(axis=-1, keepdims=True))
-    return np.asarray(e / e.sum(axis=-1, keepdims=True))
+CASES: list[dict[str, Any]] = [
+    {}, {"normalise": True}, {"scores": "softmax_of_chosen"}, {"scores": "sigmoid", "bias": True, "normalise": True},
+    {"scores": "sigmoid"}, {"bias": True, "normalise": True, "eps": 0.25}, {"factor": 2.5},
+    {"scores": "sigmoid", "bias": True, "groups": 4, "kept_groups": 2, "normalise": True, "eps": 1e-20},
+    {"groups": 4, "kept_groups": 3, "group_best": 1}, {"groups": 12, "kept_groups": 5, "factor": 0.5},
+    {"bias": True, "groups": 3, "kept_groups": 1, "group_best": 4}]
 
 
-@pytest.mark.parametrize(("scores", "bias", "normalise"), [
-    ("softmax", False, False), ("softmax", False, True), ("softmax_of_chosen", False, False), ("sigmoid", True, True),
-    ("sigmoid", False, False)])
-def test_routing(interpreter: Interpreter, scores: str, bias: bool, normalise: bool) -> None:
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("experts", "choices"), [(12, 3), (60, 4)])
+def test_routing(interpreter: Interpreter, case: dict[str, Any], experts: int, choices: int) -> None:
+    """As the IR's operator."""
     rng = np.random.default_rng(0)
-    tokens, experts, choices = 6, 10, 3
+    tokens = 6
     logits = rng.standard_normal((tokens + 1, experts)).astype(np.float32)
     logits[0, :] = 0  # equals: the smaller number first
-    extra = rng.standard_normal(experts).astype(np.float32)
-    p = Routing(tokens + 1, experts, choices, scores, bias, normalise, factor=2.5)
-    found = routing(p, H200).legal[0].launches
+    logits[tokens] = np.nan
+    bias = rng.standard_normal(experts).astype(np.float32)
+    bias[:experts // 3] = 0.5
+    p = Routing(tokens + 1, experts, choices, **case)
+    one, = routing(p, H200).legal[0].launches
     arrays = {"logits": logits, "ids": np.full((tokens + 1, choices), -7, np.int32),
               "sizes": np.array([tokens, 1, 1], np.int32),
-              "weights": np.full((tokens + 1, choices), np.nan, np.float32),
-              "order": np.full((tokens + 1) * choices, -7, np.int32), "starts": np.full(experts + 1, -7, np.int32)}
-    if bias:
-        arrays["bias"] = extra
-    out = interpreter.run([(one, {}) for one in found], arrays)
-    wide = logits[:tokens].astype(np.float64)
-    score = 1 / (1 + np.exp(-wide)) if scores == "sigmoid" else softmax(wide)
-    key = score + extra if bias else wide
-    ids = np.argsort(-key, axis=1, kind="stable")[:, :choices]
-    weights = np.take_along_axis(score, ids, axis=1)
-    if normalise or scores == "softmax_of_chosen":
-        weights = weights / weights.sum(axis=1, keepdims=True)
+              "weights": np.full((tokens + 1, choices), np.nan, np.float32)}
+    if p.bias:
+        arrays["bias"] = bias
+    out = interpreter.run([(one, {})], arrays)
+    attrs = {name: value for name, value in case.items() if name != "bias"}
+    ids, weights = OPS["route"].reference(logits[:tokens], bias if p.bias else None, choices=choices, **attrs)
     assert np.array_equal(out["ids"][:tokens], ids) and (out["ids"][tokens] == -7).all()
-    assert np.allclose(out["weights"][:tokens], 2.5 * weights, rtol=1e-5)
-    flat = ids.reshape(-1)
-    assert np.array_equal(out["order"][:tokens * choices], np.argsort(flat, kind="stable"))
-    assert np.array_equal(out["starts"], np.searchsorted(np.sort(flat), np.arange(experts + 1)))
-    assert (out["order"][tokens * choices:] == -7).all()
+    assert np.allclose(out["weights"][:tokens], weights, rtol=1e-5) and np.isnan(out["weights"][tokens]).all()
 
 
-def test_sorting_of_many(interpreter: Interpreter) -> None:
-    """More rows than a block looks at at a time, experts without any."""
-    p = Routing(200, 5, 2)
-    order = routing(p, H200).legal[0].launches[1]
-    kernel = order.kernel
-    small = replace(order, kernel=replace(kernel, constants=tuple(
-        (name, 32 if name == "BLOCK" else value) for name, value in kernel.constants)))
-    ids = np.random.default_rng(1).choice([0, 1, 3], (200, 2)).astype(np.int32)
-    out = interpreter.run([(small, {})], {"ids": ids, "order": np.zeros(400, np.int32), "starts": np.zeros(6, np.int32),
-                                          "sizes": np.array([190, 1, 1], np.int32)})
-    flat = ids[:190].reshape(-1)
-    assert np.array_equal(out["order"][:380], np.argsort(flat, kind="stable"))
+@pytest.mark.parametrize(("tokens", "more", "block"), [(6, 1, None), (190, 10, 32)])
+def test_sorting(interpreter: Interpreter, tokens: int, more: int, block: int | None) -> None:
+    """Also of more rows than a block looks at at a time; some experts get none."""
+    one, = sorting(Sorting(tokens + more, 5, 2), H200).legal[0].launches
+    if block:
+        one = replace(one, kernel=replace(one.kernel, constants=tuple(
+            (name, block if name == "BLOCK" else value) for name, value in one.kernel.constants)))
+    ids = np.random.default_rng(1).choice([0, 1, 3], (tokens + more, 2)).astype(np.int32)
+    out = interpreter.run([(one, {})], {"ids": ids, "order": np.full((tokens + more) * 2, -7, np.int32),
+                                        "starts": np.zeros(6, np.int32), "sizes": np.array([tokens, 1, 1], np.int32)})
+    flat = ids[:tokens].reshape(-1)
+    assert np.array_equal(out["order"][:2 * tokens], np.argsort(flat, kind="stable"))
     assert np.array_equal(out["starts"], np.searchsorted(np.sort(flat), np.arange(6)))
+    assert (out["order"][2 * tokens:] == -7).all()
 
 
 @pytest.mark.parametrize(("form", "activation"), [("bf16", "bf16"), ("fp8", "fp8"), ("int4", "bf16"), ("int4", "int8")])
@@ -128,7 +126,7 @@ def test_sum_over_choices(interpreter: Interpreter, residual: bool) -> None:
 
 
 def test_refusals() -> None:
-    assert "up to 1024" in routing(Routing(4, 2000, 8), H200).refused[0].reason
+    assert "up to 32 of 1024" in routing(Routing(4, 2000, 8), H200).refused[0].reason
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", *(pytest.param(arch, marks=pytest.mark.slow)
@@ -143,6 +141,9 @@ def test_compiles_natively(arch: str) -> None:
         kernels += [legal[0].launches[0].kernel, legal[-1].launches[0].kernel]
     for kernel, code in compiled(kernels, arch).items():
         assert {operand_bits(name) for name in code.matrix} == {8} and code.spill_stores == 0, kernel.symbol
-    rest = [one.kernel for one in routing(Routing(8, 128, 8, normalise=True), device(arch)).legal[0].launches]
+    rest = [routing(problem, device(arch)).legal[0].launches[0].kernel for problem in (
+        Routing(8, 128, 8, normalise=True),
+        Routing(8, 256, 8, "sigmoid", bias=True, normalise=True, groups=8, kept_groups=4))]
+    rest.append(sorting(Sorting(8, 128, 8), device(arch)).legal[0].launches[0].kernel)
     rest.append(summing(Sum(8, 2048, 8, "bf16"), device(arch)).legal[0].launches[0].kernel)
     assert all(code.spill_stores == 0 for code in compiled(rest, arch).values())
