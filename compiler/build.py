@@ -29,6 +29,7 @@ from .precision import Precision, find_precision, with_layers
 from .quality_gate import Gate, Quality, quality_of, require_measurable
 from .refit_record import REFIT_MEMBER, refit_record
 from .targets import Target, find_target
+from .tune.records import Records
 from .version import ingot_version, toolchain_versions
 from .write_weights import write_weights
 
@@ -58,6 +59,7 @@ class BuildRequest:
                      can run it
     max_perplexity_increase, min_top1_agreement  measure, and fail if the engine is worse; see Gate
     layers           pattern of names of layers -> precision of those that match; see with_layers
+    tuning_records   what ingot tune has written, or its content: which kernels were measured to be the fastest
     """
 
     model: str
@@ -80,6 +82,7 @@ class BuildRequest:
     max_perplexity_increase: float | None = None
     min_top1_agreement: float | None = None
     layers: Mapping[str, str] | None = None
+    tuning_records: Path | Mapping[str, Any] | None = None
 
     @property
     def gate(self) -> Gate:
@@ -125,6 +128,7 @@ def build(request: BuildRequest, progress: Progress = lambda stage, detail: None
         raise RequestError(f"the quality of an engine for {target.name} is not measured while it is built; build it "
                            "without, and compare it with its checkpoint: ingot compare")
     kv = _kv_precision(request, target, precision)
+    tuning = _tuning(request, target)
     clock = Clock(progress)
     source = _source(request)
     with clock.stage("config", source.place):
@@ -146,7 +150,8 @@ def build(request: BuildRequest, progress: Progress = lambda stage, detail: None
         graph = run_passes(imported, pipeline(precision, kv, stored), request.dump,
                            lambda name: progress("passes", name))
     with clock.stage("plan", f"{len(graph.nodes)} operations after fusion"):
-        program = _program(graph, target, precision, limits, lambda symbol: progress("plan", f"compiling {symbol}"),
+        program = _program(graph, target, precision, limits, tuning,
+                           lambda symbol: progress("plan", f"compiling {symbol}"),
                            cache)
     manifest = _manifest(request, source, facts, imported, target, precision, kv, limits, program)
     if isinstance(source, CheckpointSource):
@@ -207,11 +212,24 @@ def _reused(cache: BuildCache | None) -> dict[str, tuple[int, int]]:
     return {} if cache is None else {kind: (uses.found, uses.found + uses.made) for kind, uses in cache.uses.items()}
 
 
-def _program(graph: Graph, target: Target, precision: Precision, limits: dict[str, int],
+def _tuning(request: BuildRequest, target: Target) -> Records | None:
+    """Raises RequestError for records of another target or of other kernels, and for a file that holds none."""
+    given = request.tuning_records
+    if given is None:
+        return None
+    where = str(given) if isinstance(given, Path) else "tuning_records"
+    if target.gpu is not None:
+        raise RequestError(f"{where}: kernels for {target.name} are chosen by a model; records are for CPU targets")
+    records = Records.read(given) if isinstance(given, Path) else Records.of(given, where)
+    records.require(target.name, where)
+    return records
+
+
+def _program(graph: Graph, target: Target, precision: Precision, limits: dict[str, int], tuning: Records | None,
              compiling: Callable[[str], None], cache: BuildCache | None) -> Program:
     """Launches and kernels. Those of a GPU are compiled here: which ones are chosen depends on what comes out."""
     if target.gpu is None:
-        return generate_for_cpu(graph, target.isa, limits, BLOCK_SIZE)
+        return generate_for_cpu(graph, target.isa, limits, BLOCK_SIZE, tuning)
     if cache is not None:
         return generate_for_gpu(graph, target.gpu, precision.floats, limits, BLOCK_SIZE, compiling,
                                 cache.folder / "kernels")
@@ -273,7 +291,9 @@ def _manifest(request: BuildRequest, source: ModelSource, facts: ModelFacts, imp
         "recipe": {"name": source.name, "target": target.name, "precision": precision.name, "kv_precision": kv,
                    **limits, **({"layers": dict(request.layers)} if request.layers else {}),
                    "compiler": request.compiler, "calibrate": request.calibrate,
-                   "dump": request.dump is not None, "measure_quality": request.measures},
+                   "dump": request.dump is not None, "measure_quality": request.measures,
+                   **({"tuning_records": program.tuning.to_json()}
+                      if isinstance(program, CpuProgram) and program.tuning is not None else {})},
     } | program.facts()
 
 

@@ -17,7 +17,7 @@ from .report import Report
 
 # Options that a recipe says itself: option -> its default.
 _OF_ONE_BUILD = {"kv_precision": None, "max_batch_size": None, "max_num_tokens": None, "max_seq_len": None,
-                 "name": None, "dump": None, "compiler": "zig", "calibrate": True, "layers": None}
+                 "name": None, "dump": None, "tuning_records": None, "compiler": "zig", "calibrate": True, "layers": None}
 
 _OPTIONS = {"calibrate": "--no-calibration", "layers": "--layer"}
 
@@ -42,6 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="C compiler: the pinned zig (default), or this machine's cc")
     parser.add_argument("--no-calibration", dest="calibrate", action="store_false",
                         help="round weights of 4 bits to nearest, without running the model on a text")
+    parser.add_argument("--tuning-records", type=Path, metavar="FILE",
+                        help="what ingot tune has measured on such a machine: which kernels are the fastest")
     parser.add_argument("--dump", type=Path, metavar="DIR", help="write the graph after each pass there")
     parser.add_argument("--name", help="what the engine calls its model (default: the checkpoint's folder or hub name)")
     parser.add_argument("--strip-weights", action="store_true",

@@ -42,7 +42,7 @@ def _linear(low: Lowering, node: Node) -> None:
         n, k, scheme, low.count(low.rows(x)), str(low.rows(x)), bias=bool(bias), float_input=floats is not None,
         x_stride=low.stride(source) if floats or not scheme.is_integer else 0)
     args = [low.arg(source), low.weight(w, Packing(scheme.name)), low.output(node.output), *map(low.arg, bias)]
-    low.launch(node, linear_cpu.emit(problem), args, {node.output: 2})
+    low.launch(node, linear_cpu.emit(low.tuned(problem)), args, {node.output: 2})
 
 
 def _expert_linear(low: Lowering, node: Node) -> None:
@@ -129,11 +129,11 @@ def _kv_write(low: Lowering, node: Node) -> None:
 def _attention(low: Lowering, node: Node) -> None:
     q, k, v, *sinks = node.values
     a = node.attrs
-    problem = attention_cpu.Attention(
+    problem = low.tuned(attention_cpu.Attention(
         q_heads=int(low.type(q).shape[1]), kv_heads=int(low.type(k).shape[1]), key_dim=low.width(q),
         value_dim=low.width(v), block_size=low.kv.block_size, block_bytes=low.kv.block_bytes, scale=a["scale"],
         window=a.get("window", 0), chunk=a.get("chunk", 0), softcap=a.get("softcap", 0.0),
-        kv_dtype=low.kv_slot(a["slot"]).dtype, q_stride=low.token_stride(q))
+        kv_dtype=low.kv_slot(a["slot"]).dtype, q_stride=low.token_stride(q)))
     sequences = low.limits["max_batch_size"]
     scratch = low.scratch(attention_cpu.scratch_bytes(problem, low.tokens, sequences))
     sink = low.arg(sinks[0]) if sinks else NULL

@@ -16,6 +16,8 @@ from ..ir.graph import Graph
 from ..plan.buckets import memory_report, token_buckets
 from ..plan.kv_cache import KvCache, plan_kv_cache
 from ..plan.plan import Bucket, Launch, Plan, Weight
+from ..tune.problems import key_of, name_of
+from ..tune.records import Records
 from ..weights.packed import PackedWeight, WeightTable
 from .emitters import EMITTERS
 from .isa import ISAS
@@ -30,7 +32,8 @@ KERNELS_A_FILE = 6
 
 @dataclass(frozen=True)
 class CpuProgram:
-    """Everything of an engine but the bytes of its weights."""
+    """Everything of an engine but the bytes of its weights. tuning: the records that it was chosen by, of its problems.
+    """
 
     isa: str
     buckets: tuple[Bucket, ...]
@@ -39,6 +42,7 @@ class CpuProgram:
     kv: KvCache
     probes: dict[str, str]
     vocab_size: int
+    tuning: Records | None = None
 
     def target_facts(self) -> dict[str, Any]:
         """For the manifest: the machine that the code is for, and what its processor must have."""
@@ -56,12 +60,20 @@ class CpuProgram:
         return Plan(self.kv, written, self.buckets, self.probes)
 
     def kernel_table(self) -> list[dict[str, Any]]:
-        """Which kernel runs how often, in which buckets."""
+        """Which kernel runs how often, in which buckets; where there are several ways: for which problem, by which
+        tactic (what differs from the model's choice), and what decided."""
         table = []
         for kernel in self.kernels:
             counts = {str(bucket.tokens): sum(launch.kernel == kernel.symbol for launch in bucket.launches)
                       for bucket in self.buckets}
-            table.append({"name": kernel.symbol, "launches": {tokens: n for tokens, n in counts.items() if n}})
+            entry = {"name": kernel.symbol, "launches": {tokens: n for tokens, n in counts.items() if n},
+                     "tuned_by": "model"}
+            if (problem := kernel.choice) is not None:
+                entry["problem"] = {"kernel": name_of(problem), **key_of(problem)}
+                entry["tactic"] = {name: value for name, value in vars(problem.tactic).items() if value}
+                if self.tuning is not None and self.tuning.tuned(problem) is not None:
+                    entry["tuned_by"] = "measured"
+            table.append(entry)
         return table
 
     def memory(self) -> dict[str, Any]:
@@ -91,7 +103,8 @@ class CpuProgram:
         return files
 
 
-def generate(graph: Graph, isa: str, limits: dict[str, int], block_size: int) -> CpuProgram:
+def generate(graph: Graph, isa: str, limits: dict[str, int], block_size: int, tuning: Records | None = None,
+             ) -> CpuProgram:
     """Lower the graph for every token bucket; behind the logits each chooses the tokens."""
     weights, kernels, buckets = WeightTable(), {}, []
     logits = graph.outputs[0]
@@ -101,7 +114,7 @@ def generate(graph: Graph, isa: str, limits: dict[str, int], block_size: int) ->
     for tokens in token_buckets(limits["max_num_tokens"]):
         bindings = {"T": tokens, "L": min(tokens, limits["max_batch_size"])}
         lowering = Lowering(graph=graph, isa=isa, tokens=tokens, bindings=bindings, limits=limits, weights=weights,
-                            kv=kv, emitters=EMITTERS)
+                            kv=kv, emitters=EMITTERS, tuning=tuning)
         bucket = lowering.run()
         launches = tuple(Launch(kernel.symbol, (lowering.arg(logits),), "sampling", op="sampling")
                          for kernel in choosing)
@@ -110,4 +123,7 @@ def generate(graph: Graph, isa: str, limits: dict[str, int], block_size: int) ->
     kernels.update({kernel.symbol: kernel for kernel in choosing})
     made = {name for node in graph.nodes for name in node.outputs}
     probes = {label: value for label, value in graph.probes.items() if value in made}
-    return CpuProgram(isa, tuple(buckets), tuple(kernels.values()), tuple(weights.entries.values()), kv, probes, vocab)
+    if tuning is not None:
+        tuning = tuning.only(kernel.choice for kernel in kernels.values() if kernel.choice is not None)
+    return CpuProgram(isa, tuple(buckets), tuple(kernels.values()), tuple(weights.entries.values()), kv, probes, vocab,
+                      tuning)

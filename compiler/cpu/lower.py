@@ -10,6 +10,8 @@ from ..errors import CannotCompile
 from ..ir.graph import Node
 from ..plan.lowering import BaseLowering
 from ..plan.plan import NULL, Arg, Bucket, Launch, Write
+from ..tune.problems import P
+from ..tune.records import Records
 from .repeat import repeat_small_launches
 
 
@@ -18,6 +20,7 @@ class Lowering(BaseLowering):
     """The launches of one token bucket; emitters.py adds them node by node."""
 
     isa: str
+    tuning: Records | None = None
     emitters: Mapping[str, Callable[[Lowering, Node], None]]
     launches: list[Launch] = field(default_factory=list)
     kernels: dict[str, CpuKernel] = field(default_factory=dict)
@@ -38,6 +41,10 @@ class Lowering(BaseLowering):
             raise CannotCompile(f"{node.op}({types}): CPU targets have no kernel for this operator\n"
                                 f"  in {node.origin or 'an operation without a name'}")
         self.emitters[node.op](self, node)
+
+    def tuned(self, problem: P) -> P:
+        """The problem with the tactic that was measured for it, if one was."""
+        return problem if self.tuning is None else self.tuning.tuned(problem) or problem
 
     def scratch(self, size_bytes: int) -> Arg:
         """Memory for the launches of one node alone."""

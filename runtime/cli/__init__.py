@@ -31,6 +31,7 @@ VERBS = {
     "serve": Verb("ingot.runtime.cli.serve", "gRPC and HTTP servers over an engine"),
     "inspect": Verb("ingot.runtime.cli.inspect", "what an engine holds and needs"),
     "bench": Verb("ingot.runtime.cli.bench", "load on an engine or a server, and how long each request took"),
+    "tune": Verb("ingot.compiler.cli.tune", "the fastest kernels for this machine, or the best limits to serve with"),
     "verify": Verb("ingot.runtime.cli.verify", "check every byte of an engine"),
     "compare": Verb("ingot.compiler.cli.compare", "an engine against its checkpoint, layer by layer"),
     "diff": Verb("ingot.runtime.cli.diff", "what differs between two engines, and why"),
