@@ -31,7 +31,7 @@ from .refit_record import REFIT_MEMBER, refit_record
 from .targets import Target, find_target
 from .tune.records import Records
 from .version import ingot_version, toolchain_versions
-from .write_weights import write_weights
+from .write_weights import Rounding, write_weights
 
 DEFAULT_MAX_SEQ_LEN = 4096
 BLOCK_SIZE = 16
@@ -53,7 +53,9 @@ class BuildRequest:
     max_batch_size   sequences in a step, and rows of logits
     max_num_tokens   tokens in a step
     max_seq_len      tokens of a sequence, prompt and answer together; default: what the model was made for
-    calibrate        run the model on a short text, so that weights of 4 bits are rounded for the inputs they meet
+    calibrate        run the model on a text, so that weights of 4 bits are rounded for the inputs they meet
+    calibration      that text, or JSONL with a "text" in each line; default: the one that ships with the compiler
+    quantization_method  key of calibration.record.METHODS; what "best" chooses from is smaller errors of each layer
     strip_weights    leave the weights out of the file; the engine's hash is what it is with them
     measure_quality  run the engine over a held-out text and record how far it is from the model; needs a machine that
                      can run it
@@ -81,6 +83,8 @@ class BuildRequest:
     measure_quality: bool = False
     max_perplexity_increase: float | None = None
     min_top1_agreement: float | None = None
+    calibration: Path | None = None
+    quantization_method: str = "best"
     layers: Mapping[str, str] | None = None
     tuning_records: Path | Mapping[str, Any] | None = None
 
@@ -93,6 +97,11 @@ class BuildRequest:
     def measures(self) -> bool:
         return self.measure_quality or self.gate.is_set
 
+
+    @property
+    def rounding(self) -> Rounding:
+        """Raises RequestError for a method that is not known, or that needs no text if one is given."""
+        return Rounding(self.quantization_method if self.calibrate else "rtn", self.calibration)
 
 @dataclass(frozen=True)
 class BuildResult:
@@ -117,7 +126,7 @@ def build(request: BuildRequest, progress: Progress = lambda stage, detail: None
     Raises RequestError for what is asked wrongly (before any long work where possible), WorkFailed for what fails.
     Nothing is left behind by a build that fails, but for what it has put into the cache.
     """
-    target = find_target(request.target)
+    target, rounding = find_target(request.target), request.rounding
     precision = find_precision(request.precision, target.gpu)
     for name in (precision.name, *(request.layers or {}).values()):
         target.require_precision(name)
@@ -151,8 +160,7 @@ def build(request: BuildRequest, progress: Progress = lambda stage, detail: None
                            lambda name: progress("passes", name))
     with clock.stage("plan", f"{len(graph.nodes)} operations after fusion"):
         program = _program(graph, target, precision, limits, tuning,
-                           lambda symbol: progress("plan", f"compiling {symbol}"),
-                           cache)
+                           lambda symbol: progress("plan", f"compiling {symbol}"), cache)
     manifest = _manifest(request, source, facts, imported, target, precision, kv, limits, program)
     if isinstance(source, CheckpointSource):
         warnings = (*warnings, *_quantization(source.checkpoint, program, target, manifest))
@@ -167,7 +175,7 @@ def build(request: BuildRequest, progress: Progress = lambda stage, detail: None
     size = sum(map(len, code.values())) + (0 if request.strip_weights else manifest["memory"]["weights_bytes"])
     quality = None
     with EngineWriter(output, request.force, size, request.strip_weights) as writer:
-        written = write_weights(writer, program.weights, source.checkpoint, facts.tokenizer, request.calibrate, clock,
+        written = write_weights(writer, program.weights, source.checkpoint, facts.tokenizer, rounding, clock,
                                 cache)
         manifest["model"]["checkpoint_sha256"] = written.checkpoint_sha256
         manifest["num_calibrated_weights"] = written.num_calibrated

@@ -33,7 +33,7 @@ from .refit_record import (
     refit_record,
     sides_digest,
 )
-from .write_weights import write_weights
+from .write_weights import Rounding, write_weights
 
 
 class CannotRefit(RequestError):
@@ -45,6 +45,7 @@ class CannotRefit(RequestError):
 class RefitRequest:
     """weights  checkpoint folder, hub name, or GGUF file
     name     what the engine will call its model; default: as in BuildRequest
+    calibration  the text that the engine was calibrated with, if it was the user's own
     """
 
     engine: Path
@@ -53,6 +54,7 @@ class RefitRequest:
     name: str | None = None
     force: bool = False
     strip_weights: bool = False
+    calibration: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ def refit(request: RefitRequest, progress: Progress = lambda stage, detail: None
         size = 0 if request.strip_weights else manifest["memory"]["weights_bytes"]
         with EngineWriter(request.output, request.force, size, request.strip_weights) as writer:
             written = write_weights(writer, record.weights, checkpoint, facts.tokenizer,
-                                    manifest["recipe"]["calibrate"], clock, cache)
+                                    _rounding(manifest, request), clock, cache)
             manifest["model"]["checkpoint_sha256"] = written.checkpoint_sha256
             manifest["num_calibrated_weights"] = written.num_calibrated
             manifest["calibration"] = written.calibration
@@ -104,6 +106,17 @@ def refit(request: RefitRequest, progress: Progress = lambda stage, detail: None
     if cache is not None:
         cache.trim()
     return RefitResult(request.output, engine_hash, manifest, clock.seconds, (*facts.warnings, *written.warnings))
+
+
+def _rounding(manifest: Mapping[str, Any], request: RefitRequest) -> Rounding:
+    """As the engine was built. Raises CannotRefit where that took a text of the user's own which is not given."""
+    recipe = manifest["recipe"]
+    if not recipe["calibrate"]:
+        return Rounding("rtn")
+    if recipe["calibration"] is not None and request.calibration is None:
+        raise CannotRefit(f"the engine's weights were rounded with the text {recipe['calibration']}; give it with "
+                          "--calibration, or build the engine again")
+    return Rounding(recipe["quantization_method"], request.calibration)
 
 
 def _record(engine: EngineFile) -> RefitRecord:

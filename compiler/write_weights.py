@@ -2,16 +2,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from ingot.runtime.errors import RequestError
 from ingot.runtime.manifest import weight_name
 
 from .cache.build_cache import BuildCache
-from .cache.calibration import Calibration, calibrated
+from .cache.calibration import Calibration, InputsOfModel, calibrated
 from .cache.packed_weights import packed
 from .cache.tensor_digests import checkpoint_digest, tensor_digests
-from .calibration.record import calibration_record
+from .calibration.record import METHODS, calibration_record
+from .calibration.text import default_text, read_text
 from .checkpoint.checkpoint import Checkpoint
 from .clock import Clock
 from .engine_writer import EngineWriter
@@ -35,7 +38,7 @@ class WrittenWeights:
 
 
 def write_weights(writer: EngineWriter, weights: Sequence[PackedWeight], checkpoint: Checkpoint,
-                  tokenizer: Mapping[str, bytes], calibrate: bool, clock: Clock, cache: BuildCache | None,
+                  tokenizer: Mapping[str, bytes], rounding: Rounding, clock: Clock, cache: BuildCache | None,
                   ) -> WrittenWeights:
     """Pack every weight and hand it to the writer, one at a time. Raises what the checkpoint raises."""
     from threadpoolctl import threadpool_limits
@@ -43,11 +46,12 @@ def write_weights(writer: EngineWriter, weights: Sequence[PackedWeight], checkpo
     size = sum(weight.size_bytes for weight in weights)
     with clock.stage("read", f"digests of {len(checkpoint.names())} tensors"):
         digests = tensor_digests(checkpoint, cache)
-    calibration = Calibration()
-    if calibrate and any(weight.packing.scheme == "w4a8" for weight in weights):
+    calibration, grids = Calibration(), [weight for weight in weights if weight.group]
+    if rounding.method != "rtn" and grids:
         with clock.stage("calibrate", "rounding errors of the weights"):
-            calibration = calibrated(checkpoint, digests, weights, tokenizer, cache,
-                                     lambda detail: clock.progress("calibrate", detail))
+            inputs = InputsOfModel(checkpoint, digests, tokenizer, text, cache,
+                                   lambda detail: clock.progress("calibrate", detail))
+            calibration = calibrated(checkpoint, weights, inputs)
     # Weights that would push everything else out of the cache are not kept in it.
     keeping = cache if cache is not None and size <= cache.limit_bytes // 2 else None
     written = {}
@@ -66,6 +70,7 @@ def write_weights(writer: EngineWriter, weights: Sequence[PackedWeight], checkpo
                           (*calibration.warnings, *_experts_warning(small)))
 
 
+    text = default_text() if rounding.text is None else read_text(rounding.text)
 def _experts_warning(weights: Sequence[PackedWeight]) -> list[str]:
     experts = [weight for weight in weights if len(weight.expr.shape) == 3]
     return [f"the experts' weights ({len(experts)} tensors, such as {experts[0].label}) are rounded to nearest: "

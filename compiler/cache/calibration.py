@@ -1,82 +1,166 @@
-"""Calibration through the cache: which weights have a moment is one entry, each moment another, read when needed."""
+"""Calibration through the cache: what is known of the inputs of each matrix of a checkpoint, for builds of every
+precision and target.
+
+One entry says which statistics each parameter has; each of these is an entry of its own, read when it is needed. Both
+are named for the checkpoint, its tokenizer and the text, not for what the build does with its weights.
+"""
 from __future__ import annotations
 
-import hashlib
 import json
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from ..calibration.calibrate import calibrate
-from ..calibration.gather import calibration_text
+from ingot.runtime.errors import WorkFailed
+
+from ..calibration.calibrate import Reading, config_entries, is_rounded, reading, run
+from ..calibration.statistics import InputStatistics
+from ..calibration.text import CalibrationText
 from ..checkpoint.checkpoint import Checkpoint
-from ..weights.packed import PackedWeight
+from ..weights.packed import Moments, PackedWeight
 from .build_cache import BuildCache
 from .keys import key, library_versions, source_digest
-from .packed_weights import PACKING_SOURCES
 from .tensor_digests import checkpoint_digest
 
-_SOURCES = ("compiler/calibration", "compiler/reference_model.py", *PACKING_SOURCES)
+_SOURCES = ("compiler/calibration", "compiler/checkpoint", "compiler/importer/importer.py",
+            "compiler/importer/export.py", "compiler/importer/parameters.py", "compiler/weights/evaluate.py")
+
+
+class InputsOfModel:
+    """Statistics of the inputs of a checkpoint's matrices; gathered when they are first asked for and not in the cache.
+
+    Without a cache they lie in a temporary folder as long as this object.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, digests: Mapping[str, str], tokenizer: Mapping[str, bytes],
+                 text: CalibrationText, cache: BuildCache | None, progress: Callable[[str], None]) -> None:
+        self.checkpoint, self.progress, self.text = checkpoint, progress, text
+        self.read: Reading | None = reading(checkpoint, tokenizer, text)
+        self.key = "" if self.read is None else key(
+            tensors=checkpoint_digest(digests), config=config_entries(checkpoint), windows=self.read.windows,
+            prefix=self.read.prefix, versions=library_versions("numpy", "torch", "transformers", "gguf"),
+            sources=source_digest(*_SOURCES))
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._cache = cache or self._temporary()
+        self._where: dict[str, str] | None = None
+        self._last: tuple[str, InputStatistics] | None = None
+        self._failure = ""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.read.num_tokens if self.read is not None else 0
+
+    @property
+    def failure(self) -> str:
+        """Why there are none; "" while nothing went wrong."""
+        return "there is no tokenizer" if self.read is None else self._failure
+
+    def statistics(self, parameter: str) -> InputStatistics | None:
+        """Of the inputs of the matrix that the model calls so, "name[e]" for expert e; None if they are not known.
+
+        Raises what the checkpoint raises.
+        """
+        where = self._index()
+        name = where.get(parameter) or where.get(parameter.partition("[")[0])
+        if name is None:
+            return None
+        if self._last is None or self._last[0] != name:
+            found = self._load(name)
+            if found is None:  # trimmed away: once more, to where nothing is trimmed
+                self._cache = self._temporary()
+                self._gather()
+                found = self._load(name)
+                assert found is not None, name
+            self._last = name, found
+        return self._last[1] if self._last[1].is_finite else None
+
+    def _temporary(self) -> BuildCache:
+        self._folder = tempfile.TemporaryDirectory(prefix="ingot-calibration-")
+        return BuildCache(Path(self._folder.name), limit_bytes=1 << 62)
+
+    def _index(self) -> dict[str, str]:
+        if self._where is None and self.read is None:
+            self._where = {}
+        elif self._where is None and (data := self._cache.get("calibration", self.key)) is not None:
+            self._where, self._failure = json.loads(data)
+        elif self._where is None:
+            self._gather()
+        assert self._where is not None
+        return self._where
+
+    def _gather(self) -> None:
+        assert self.read is not None
+        where: dict[str, str] = {}
+
+        def sink(name: str, found: InputStatistics, parameters: list[str]) -> None:
+            self._cache.put("calibration", key(of=self.key, entry=name), found.to_bytes())
+            where.update(dict.fromkeys(parameters, name))
+
+        try:
+            run(self.checkpoint, self.read, sink, self.progress)
+        except WorkFailed as error:
+            self._failure = str(error)
+        self._where = where
+        self._cache.put("calibration", self.key, json.dumps([where, self._failure]).encode())
+
+    def _load(self, name: str) -> InputStatistics | None:
+        data = self._cache.get("calibration", key(of=self.key, entry=name))
+        return None if data is None else InputStatistics.from_bytes(data)
 
 
 @dataclass
 class Calibration:
-    """key       names everything that the moments depend on; "" if no weight is calibrated
-    numbers   name of a packed weight -> number of its moment: weights that read the same input share one
-    warnings  what was not calibrated, and why
+    """How the weights of an engine are rounded.
+
+    inputs    None if no weight is rounded for its inputs
+    methods   name of a packed weight of four bits -> "rtn" or "gptq"
+    warnings  what is rounded to nearest although it was asked otherwise, and why
     """
 
-    key: str = ""
-    numbers: Mapping[str, int] = field(default_factory=dict)
+    inputs: InputsOfModel | None = None
+    methods: Mapping[str, str] = field(default_factory=dict)
+    parameters: Mapping[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
-    load: Callable[[int], np.ndarray] | None = None
 
-    def moment(self, name: str) -> np.ndarray | None:
-        """f32 [K, K] of a weight's inputs; None if it is rounded for itself."""
-        if name not in self.numbers:
+    def key(self, name: str) -> Any:
+        """What a packed weight depends on besides its recipe; None if on nothing."""
+        if self.inputs is None or self.methods.get(name, "rtn") == "rtn":
             return None
-        assert self.load is not None
-        return self.load(self.numbers[name])
+        return [self.inputs.key, self.methods[name]]
+
+    def moments(self, name: str) -> Moments | None:
+        """Of a packed weight's inputs; None if it is rounded to nearest."""
+        if self.key(name) is None:
+            return None
+        inputs, parameter = self.inputs, self.parameters[name]
+        assert inputs is not None
+
+        def of(expert: int) -> Sequence[np.ndarray] | None:
+            found = inputs.statistics(f"{parameter}[{expert}]")
+            return None if found is None else found.blocks
+        return of
 
 
-def calibrated(checkpoint: Checkpoint, digests: Mapping[str, str], weights: Sequence[PackedWeight],
-               tokenizer: Mapping[str, bytes], cache: BuildCache | None, progress: Callable[[str], None],
-               ) -> Calibration:
-    """The calibration of the weights of four bits among `weights`. The model runs only if the cache does not know."""
-    asked = [weight for weight in weights if weight.packing.scheme == "w4a8"]
-    if not asked:
-        return Calibration()
-    name = key(tensors=checkpoint_digest(digests), text=hashlib.sha256(calibration_text().encode()).hexdigest(),
-               weights=[[weight.expr.to_json(), weight.label, weight.parameters] for weight in asked],
-               tokenizer={file: hashlib.sha256(data).hexdigest() for file, data in tokenizer.items()},
-               versions=library_versions("numpy", "tokenizers", "torch", "transformers"),
-               sources=source_digest(*_SOURCES))
-    moments: list[np.ndarray] = []
-
-    def run() -> tuple[dict[str, int], list[str]]:
-        found, warnings = calibrate(checkpoint, asked, tokenizer, progress)
-        distinct = {id(moment): moment for moment in found.values()}
-        place = {identity: number for number, identity in enumerate(distinct)}
-        moments[:] = distinct.values()
-        return {weight: place[id(moment)] for weight, moment in found.items()}, warnings
-
-    def load(number: int) -> np.ndarray:
-        if not moments and cache is not None and (data := cache.get("calibration", key(of=name, number=number))):
-            moment = np.frombuffer(data, np.float32)
-            return moment.reshape(int(len(moment) ** 0.5), -1)
-        if not moments:
-            run()
-        return moments[number]
-
-    if cache is not None and (data := cache.get("calibration", name)) is not None:
-        positions, warnings = json.loads(data)
-        return Calibration(name, {asked[int(at)].name: number for at, number in positions.items()}, tuple(warnings),
-                           load)
-    numbers, warnings = run()
-    if cache is not None:
-        place = {weight.name: at for at, weight in enumerate(asked)}
-        for number, moment in enumerate(moments):
-            cache.put("calibration", key(of=name, number=number), np.ascontiguousarray(moment).data.cast("B"))
-        cache.put("calibration", name, json.dumps([{place[w]: n for w, n in numbers.items()}, warnings]).encode())
-    return Calibration(name, numbers, tuple(warnings), load)
+def calibrated(checkpoint: Checkpoint, weights: Sequence[PackedWeight], inputs: InputsOfModel) -> Calibration:
+    """Those of four bits that rounding changes are rounded for their inputs, where these are known. The model runs only
+    if there are such, and the cache does not know."""
+    asked = [weight for weight in weights if weight.group]
+    rounded = {weight.name for weight in asked if is_rounded(weight, checkpoint)}
+    if not rounded:
+        return Calibration(methods={weight.name: "rtn" for weight in asked})
+    methods, parameters, missing = {}, {}, []
+    for weight in asked:
+        # Merged matrices read the same input.
+        known = [parameter for parameter in weight.parameters if inputs.statistics(f"{parameter}[0]") is not None] \
+            if weight.name in rounded else []
+        methods[weight.name] = "gptq" if known else "rtn"
+        parameters[weight.name] = known[0] if known else ""
+        if weight.name in rounded and not known:
+            missing.append(weight.label)
+    warnings = [f"not calibrated: {len(missing)} of {len(rounded)} weights of 4 bits, such as {missing[0]}; they are "
+                "rounded to nearest" + (f": {inputs.failure}" if inputs.failure else "")] if missing else []
+    return Calibration(inputs, methods, parameters, tuple(warnings))

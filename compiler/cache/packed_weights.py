@@ -24,13 +24,13 @@ def packed(weight: PackedWeight, checkpoint: Checkpoint, digests: Mapping[str, s
            cache: BuildCache | None) -> np.ndarray:
     """The blob, u8. digests: of the checkpoint's tensors. Raises what the checkpoint raises."""
     if cache is None:
-        return weight.make(checkpoint, calibration.moment(weight.name))
+        return weight.make(checkpoint, calibration.moments(weight.name))
     name = key(expr=weight.expr.to_json(), packing=vars(weight.packing),
                tensors={tensor: digests[tensor] for tensor in weight.expr.tensor_names()},
-               calibration=calibration.key if weight.name in calibration.numbers else None,
+               calibration=calibration.key(weight.name),
                versions=library_versions("numpy", "gguf"), sources=source_digest(*PACKING_SOURCES))
     if (data := cache.get("weights", name)) is not None and len(data) == weight.size_bytes:
         return np.frombuffer(data, np.uint8)
-    blob = weight.make(checkpoint, calibration.moment(weight.name))
+    blob = weight.make(checkpoint, calibration.moments(weight.name))
     cache.put("weights", name, blob.data)
     return blob

@@ -1,68 +1,104 @@
-"""Which matrices gain from knowing their inputs, and what is known of these."""
+"""Which matrices gain from knowing their inputs, and the run that tells what these are."""
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from ingot.plugins.linear.compensate import SMALL_ERROR
+from ingot.plugins.linear.gpu_schemes import GPU_SCHEMES
 from ingot.plugins.linear.pack import dequantize
-from ingot.plugins.scheme import PANEL, SCHEMES
+from ingot.plugins.scheme import SCHEMES
 from ingot.runtime.tokenizer import Tokenizer
 
 from ..checkpoint.checkpoint import Checkpoint
-from ..reference_model import ReferenceModel
 from ..tokenizer import CONFIG, TOKENIZER
 from ..weights.evaluate import evaluate
 from ..weights.packed import PackedWeight
-from .gather import calibration_text, gather
+from .statistics import InputStatistics
+from .text import CalibrationText, windows
 
-MAX_PARAMETERS = 1_000_000_000
-"""The model runs in float32 in the build's memory: 4 GB at most."""
+WINDOW = 512
+"""Tokens of a sequence that the model reads at a time."""
+
+MIN_TOKENS, MAX_TOKENS = 2_048, 8_192
+TOKENS_TIMES_PARAMETERS = 10**13
+"""A calibration takes about as long whatever the model's size, as far as MIN_TOKENS allow: minutes on two cores."""
 
 
-def calibrate(checkpoint: Checkpoint, weights: Sequence[PackedWeight], tokenizer: Mapping[str, bytes],
-              progress: Callable[[str], None]) -> tuple[dict[str, np.ndarray], list[str]]:
-    """(name of a packed weight -> second moment of its layer's inputs, f32 [K, K]; warnings).
+Sink = Callable[[str, InputStatistics, list[str]], None]
+"""Called when a layer is done: number of the statistics, what they are, the parameters that they are the inputs of."""
 
-    Only weights of four bits that rounding changes have one; if there are none the model is not run. Equal moments
-    are one array.
-    """
-    rounded = [weight for weight in weights if _is_rounded(weight, checkpoint)]
-    if not rounded:
-        return {}, []
-    size = sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names())
-    if size > MAX_PARAMETERS:
-        return {}, [f"not calibrated: {size / 1e9:.1f} billion parameters, the most is {MAX_PARAMETERS / 1e9:.0f}; "
-                    "weights of 4 bits are rounded to nearest"]
+
+@dataclass(frozen=True)
+class Reading:
+    """What a calibration reads: num_tokens of a text, in windows that each open with `prefix`."""
+
+    windows: tuple[tuple[int, ...], ...]
+    prefix: int
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(window) - self.prefix for window in self.windows)
+
+
+def reading(checkpoint: Checkpoint, tokenizer: Mapping[str, bytes], text: CalibrationText) -> Reading | None:
+    """None for a checkpoint without a tokenizer."""
     if TOKENIZER not in tokenizer:
-        return {}, ["not calibrated, for want of a tokenizer: weights of 4 bits are rounded to nearest"]
+        return None
     reader = Tokenizer(tokenizer[TOKENIZER], json.loads(tokenizer[CONFIG]))
-    tokens = reader.encode(calibration_text(), add_special_tokens=False)
-    wanted = {parameter for weight in rounded for parameter in weight.parameters}
-    moments = gather(ReferenceModel(str(checkpoint.path)), tokens, wanted, reader.encode(""),
-                     lambda done, total: progress(f"{done} of {total} tokens"))
-    found = {}
-    for weight in rounded:
-        known = [moments[parameter] for parameter in weight.parameters if parameter in moments]
-        # Merged matrices read the same input. A damaged checkpoint is refused when its tensors are read.
-        if known and np.isfinite(known[0]).all():
-            found[weight.name] = known[0]
-    missing = [weight.label for weight in rounded if weight.name not in found]
-    return found, [f"not calibrated: {len(missing)} of {len(rounded)} weights of 4 bits, such as {missing[0]}; "
-                   "they are rounded to nearest"] if missing else []
+    tokens = [token for document in text.documents for token in reader.encode(document, add_special_tokens=False)]
+    prefix = reader.encode("")
+    parameters = sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names())
+    wanted = min(max(TOKENS_TIMES_PARAMETERS // max(parameters, 1), MIN_TOKENS), MAX_TOKENS)
+    parts = windows(tokens, min(WINDOW, _max_positions(checkpoint)), wanted, prefix)
+    return Reading(tuple(map(tuple, parts)), len(prefix))
 
 
-def _is_rounded(weight: PackedWeight, checkpoint: Checkpoint) -> bool:
-    """Whether four bits change the weights noticeably: told from some rows of the whole."""
-    if weight.packing.scheme != "w4a8" or len(weight.expr.shape) != 2:
+def config_entries(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Of config.json as it is, without transformers; nothing for a GGUF file."""
+    file = checkpoint.path / "config.json"
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
+def _max_positions(checkpoint: Checkpoint) -> int:
+    entries = config_entries(checkpoint)
+    entries = entries | entries.get("text_config", {})
+    found = entries.get("max_position_embeddings") or entries.get("n_positions")
+    return found if isinstance(found, int) else WINDOW
+
+
+def run(checkpoint: Checkpoint, read: Reading, sink: Sink, progress: Callable[[str], None]) -> None:
+    """Statistics of the inputs of all matrices, layer by layer, to the sink. Raises WorkFailed, CheckpointError."""
+    from .gather import gather
+    from .streamed import StreamedModel
+    gather(StreamedModel(checkpoint), read.windows, read.prefix, sink,
+           lambda done, total: progress(f"layer {done} of {total}, {read.num_tokens} tokens"))
+
+
+def is_rounded(weight: PackedWeight, checkpoint: Checkpoint) -> bool:
+    """Whether its sixteen values change the weights noticeably: told from some rows of the whole."""
+    if not weight.group:
         return False
-    rows = weight.expr.shape[0]
+    experts = weight.expr.shape[0] if len(weight.expr.shape) == 3 else 0
+    rows = experts or weight.expr.shape[0]
     for begin in sorted({rows * part // 4 for part in range(4)}):
-        w = evaluate(weight.expr, checkpoint, (begin, min(begin + PANEL, rows)))
-        error = dequantize(w, SCHEMES["w4a8"]) - w
+        w = evaluate(weight.expr, checkpoint, (begin, min(begin + (1 if experts else 16), rows)))
+        w = np.ascontiguousarray(w.reshape(-1, w.shape[-1])[:256])
+        error = _stored(w, weight) - w
         if np.square(error).sum() > SMALL_ERROR ** 2 * np.square(w).sum():
             return True
     return False
+
+
+def _stored(w: np.ndarray, weight: PackedWeight) -> np.ndarray:
+    scheme = weight.packing.scheme
+    return GPU_SCHEMES[scheme].stored(w) if weight.packing.layout == "rows" else dequantize(w, SCHEMES[scheme])
+
+
+def parameters_of(weights: Sequence[PackedWeight]) -> list[str]:
+    return sorted({parameter for weight in weights for parameter in weight.parameters})

@@ -1,27 +1,30 @@
 """What an engine's manifest says about its calibration."""
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
-from ingot.runtime.tokenizer import Tokenizer
+METHODS = {
+    "rtn": "rounded to nearest",
+    "awq": "inputs scaled (AWQ), rounded to nearest",
+    "gptq": "error compensation (GPTQ)",
+    "best": "of plain rounding, scaled inputs (AWQ) and error compensation (GPTQ), what errs least",
+}
+"""Name of a quantization method -> what it is, for people."""
 
-from ..tokenizer import CONFIG, TOKENIZER
-from .gather import calibration_text
 
+def calibration_record(chosen: Sequence[str], text: str, text_sha256: str, num_tokens: int) -> dict[str, Any]:
+    """chosen: for each weight of four bits the method that rounded it; "rtn" for those that no text was read for or
+    that lie on a grid of sixteen values already.
 
-def calibration_record(num_weights: int, num_nearest: int, tokenizer: Mapping[str, bytes]) -> dict[str, Any]:
-    """num_weights: those of four bits that were rounded for the inputs they meet; num_nearest: the others, rounded
-    to nearest or on a grid of sixteen levels already.
-
-    method "none" where no weight was rounded for its inputs: then no text was read.
+    method "none" where no weight was rounded for its inputs: then no text is named.
     """
-    counts = {"num_weights": num_weights, "num_not_calibrated": num_nearest}
-    if num_weights == 0:
-        return {"method": "none", **counts}
-    text = calibration_text()
-    reader = Tokenizer(tokenizer[TOKENIZER], json.loads(tokenizer[CONFIG]))
-    return {"method": "error compensation (GPTQ)", "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
-            "num_tokens": len(reader.encode(text, add_special_tokens=False)), **counts}
+    counts = Counter(chosen)
+    fitted = len(chosen) - counts["rtn"]
+    numbers = {"num_weights": fitted, "num_not_calibrated": counts["rtn"]}
+    if not fitted:
+        return {"method": "none", **numbers}
+    return {"method": " and ".join(METHODS[name] for name in METHODS if counts[name] and name != "rtn"),
+            "weights": {name: counts[name] for name in METHODS if counts[name]}, "text": text,
+            "text_sha256": text_sha256, "num_tokens": num_tokens, **numbers}

@@ -17,6 +17,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="checkpoint of the same architecture: folder, hub name, or GGUF file")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="engine file to write")
     parser.add_argument("--name", help="what the engine calls its model (default: the checkpoint's folder or hub name)")
+    parser.add_argument("--calibration", type=Path, metavar="FILE", help="the text that the engine was calibrated "
+                        "with, where that was not the one that ships with the compiler")
     parser.add_argument("--strip-weights", action="store_true", help="name the new weights, but leave them out")
     parser.add_argument("--no-cache", dest="cache", action="store_false",
                         help="pack everything anew and keep nothing for later")
@@ -25,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     request = RefitRequest(arguments.engine, arguments.weights, arguments.output, arguments.name, arguments.force,
-                           arguments.strip_weights)
+                           arguments.strip_weights, arguments.calibration)
     with Report(not arguments.json) as report:
         result = refit(request, report, BuildCache() if arguments.cache else None)
     for warning in result.warnings:

@@ -156,6 +156,14 @@ def empty_model(config: PretrainedConfig) -> PreTrainedModel:
         return _model_class(config)._from_config(_plain(config), attn_implementation="eager", dtype=torch.float32)
 
 
+def model_without_memory(config: PretrainedConfig) -> PreTrainedModel:
+    """The same with parameters on the meta device; buffers that the class computes are there. Experts are called one
+    after the other."""
+    with _parameters_without_memory(), no_init_weights(), _quiet():
+        return _model_class(config)._from_config(_plain(config), attn_implementation="eager",
+                                                 experts_implementation="eager", dtype=torch.float32)
+
+
 def _plain(config: PretrainedConfig) -> PretrainedConfig:
     """A copy without how the checkpoint is quantized: the model's own class is traced, not a quantizer's."""
     config = copy.deepcopy(config)

@@ -9,7 +9,7 @@ from ..checkpoint.quantized import Quantized, read_quantized
 from ..ir.graph import Graph
 from ..ir.types import DType
 from ..ir.verify import verify
-from ..weights.expr import substitute
+from ..weights.expr import WeightExpr, substitute
 from .errors import ImportRefused
 
 if TYPE_CHECKING:
@@ -71,6 +71,18 @@ def load_model(checkpoint: Checkpoint) -> PreTrainedModel:
             if name in parameters.recipes:
                 value.copy_(torch.tensor(evaluate(parameters.recipes[name], checkpoint)))
     return model.eval()
+
+
+def load_without_memory(checkpoint: Checkpoint) -> tuple[PreTrainedModel, dict[str, WeightExpr]]:
+    """(the model with parameters on the meta device, name of a parameter or saved buffer -> recipe).
+
+    Raises as import_model does.
+    """
+    from .export import model_without_memory
+    model = model_without_memory(checkpoint.config)
+    parameters = _parameters(model, checkpoint)
+    parameters.require(name for name, _ in model.named_parameters())
+    return model.eval(), parameters.recipes
 
 
 def _import(config: PretrainedConfig, checkpoint: Checkpoint | None, max_seq_len: int | None) -> ImportedModel:

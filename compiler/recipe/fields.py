@@ -8,6 +8,7 @@ from typing import Any
 
 from ingot.runtime.errors import RequestError
 
+from ..calibration.record import METHODS
 from ..precision import PRECISIONS
 from ..targets import architectures
 
@@ -56,6 +57,10 @@ _SHARED: Mapping[str, Field] = {
     "kv_precision": Field("text", "Element type of the KV cache; default: the precision's own."),
     "calibrate": Field("flag", "Round weights of 4 bits for the inputs they meet (default true)."),
     "compiler": Field("text", "C compiler of CPU targets: the pinned zig (default), or this machine's cc.",
+    "calibration": Field("text", 'Text file, or JSONL with a "text" in each line, that the model is run on for it; '
+                         "relative to the recipe. Default: one that ships with the compiler."),
+    "quantization_method": Field("text", "How weights of 4 bits are rounded; default: what errs least, layer by layer.",
+                                 choices=tuple(METHODS)),
                       choices=("zig", "cc")),
 }
 BUILD: Mapping[str, Field] = {

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import multiprocessing
 import time
 from collections.abc import Callable, Sequence
@@ -14,11 +13,12 @@ from ingot.runtime.host import available_cores, available_memory_bytes
 
 from ..build import BuildRequest, BuildResult, build, import_into
 from ..cache.build_cache import BuildCache
-from ..calibration.calibrate import MAX_PARAMETERS
-from ..checkpoint.open import open_checkpoint
 
 BUILD_BYTES = 2_000_000_000
-"""Memory of a build: torch, the graph, a weight at a time. One that calibrates also holds the model in float32."""
+"""Memory of a build: torch, the graph, a weight at a time."""
+CALIBRATION_BYTES = 2_000_000_000
+"""Besides, of one that calibrates: a layer in float32, what is known of its inputs, and the hidden states of the text.
+Layers of more than this are rare, and told by the build's own failure."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,8 @@ def default_jobs(requests: Sequence[BuildRequest]) -> int:
 
 
 def _memory_bytes(request: BuildRequest) -> int:
-    if request.dry_run or not request.calibrate or request.precision != "w4a8":
-        return BUILD_BYTES
-    try:
-        checkpoint = open_checkpoint(request.model)
-    except IngotError:  # told by the build itself
-        return BUILD_BYTES
-    parameters = sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names())
-    return BUILD_BYTES + (6 * parameters if parameters <= MAX_PARAMETERS else 0)
+    calibrates = not request.dry_run and request.calibrate and request.precision in ("w4a8", "int4", "nvfp4", "auto")
+    return BUILD_BYTES + (CALIBRATION_BYTES if calibrates else 0)
 
 
 def _one(request: BuildRequest, cache: BuildCache | None) -> Outcome:

@@ -2,14 +2,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
-from ingot.plugins.linear.compensate import feedback
+from ingot.plugins.linear.compensate import Feedback, feedback
 from ingot.plugins.linear.gpu_schemes import GPU_SCHEMES
 from ingot.plugins.linear.pack import pack, packed_size
-from ingot.plugins.scheme import PANEL, SCHEMES
+from ingot.plugins.scheme import BLOCK, PANEL, SCHEMES
 
 from ..ir.types import DType
 from .evaluate import TensorSource, evaluate
@@ -37,6 +39,19 @@ class Packing:
 
 RAW = Packing()
 
+Moments = Callable[[int], Sequence[np.ndarray] | None]
+"""Number of an expert, 0 for a plain matrix -> second moments of its inputs, f32 [k, k] for each block of channels, or
+None where they are not known; see calibration/statistics.py."""
+
+
+def _inputs(moments: Moments, group: int, width: int) -> Callable[[int], Feedback | None]:
+    """The last is kept: rows of one matrix follow each other. A rank's part of the channels is not known apart."""
+    @lru_cache(maxsize=1)
+    def of(expert: int) -> Feedback | None:
+        found = moments(expert)
+        return None if found is None or sum(map(len, found)) != width else feedback(found, group)
+    return of
+
 
 @dataclass(frozen=True)
 class PackedWeight:
@@ -63,21 +78,34 @@ class PackedWeight:
         assert self.packing.layout == ROWS, self
         return blob_parts(self.expr.shape, GPU_SCHEMES[self.packing.scheme].weights)
 
-    def make(self, source: TensorSource, moment: np.ndarray | None = None) -> np.ndarray:
+    @property
+    def group(self) -> int:
+        """Channels that share a grid of sixteen values, where the scheme has such; else 0."""
+        if self.packing == RAW:
+            return 0
+        if self.packing.layout == "rows":
+            form = GPU_SCHEMES[self.packing.scheme].weights
+            return form.channels_per_scale if form.bits == 4 else 0
+        return BLOCK if SCHEMES[self.packing.scheme].weight_bits == 4 else 0
+
+    def make(self, source: TensorSource, moments: Moments | None = None) -> np.ndarray:
         """The blob, u8. Evaluates the expression a piece at a time. Raises what the checkpoint raises.
 
-        moment: f32 [K, K], of the inputs that meet this matrix; it is rounded for them then, not for itself.
+        moments: of the inputs that meet this matrix; sixteen values are then chosen for these inputs, not for the
+        weights alone.
         """
+        width = self.expr.shape[-1] if self.expr.shape else 0
+        inputs = _inputs(moments, self.group, width) if moments is not None and self.group else None
         if self.packing == RAW:
             return evaluate(self.expr, source).reshape(-1).view(np.uint8)
         if self.packing.layout == ROWS:
-            return pack_rows(self.expr, source, GPU_SCHEMES[self.packing.scheme].weights, ROWS_AT_A_TIME)
+            return pack_rows(self.expr, source, GPU_SCHEMES[self.packing.scheme].weights, ROWS_AT_A_TIME, inputs)
         blob, at = np.empty(self.size_bytes, np.uint8), 0
-        rows, inputs = self.expr.shape[0], None if moment is None else feedback(moment)
-        step = ROWS_AT_A_TIME if len(self.expr.shape) == 2 else 1
+        rows, step = self.expr.shape[0], ROWS_AT_A_TIME if len(self.expr.shape) == 2 else 1
         for begin in range(0, rows, step):
             part = evaluate(self.expr, source, rows=(begin, min(begin + step, rows)))
-            packed = pack(part.reshape(-1, part.shape[-1]), SCHEMES[self.packing.scheme], inputs)
+            of_part = inputs(begin if step == 1 else 0) if inputs is not None else None
+            packed = pack(part.reshape(-1, part.shape[-1]), SCHEMES[self.packing.scheme], of_part)
             blob[at:at + packed.size] = packed
             at += packed.size
         assert at == blob.size, f"{self.label}: packed {at} bytes, expected {blob.size}"

@@ -6,10 +6,11 @@ one below the other in each array. Every array begins at a multiple of ALIGNMENT
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
+from ingot.plugins.linear.compensate import Feedback
 from ingot.plugins.linear.gpu_formats import GROUP, Format, nvfp4_factor, pack
 
 from .evaluate import TensorSource, evaluate
@@ -45,8 +46,12 @@ def blob_size(parts: Parts) -> int:
     return offset + size
 
 
-def pack_rows(expr: WeightExpr, source: TensorSource, form: Format, rows_at_a_time: int) -> np.ndarray:
-    """The blob, u8, of an expression [N, K] or [E, N, K]; never more than so many rows of it in float32."""
+def pack_rows(expr: WeightExpr, source: TensorSource, form: Format, rows_at_a_time: int,
+              inputs: Callable[[int], Feedback | None] | None = None) -> np.ndarray:
+    """The blob, u8, of an expression [N, K] or [E, N, K]; never more than so many rows of it in float32.
+
+    inputs: of each expert, 0 for a plain matrix; see gpu_formats.pack.
+    """
     *_, n, k = expr.shape
     parts = blob_parts(expr.shape, form)
     blob = np.zeros(blob_size(parts), np.uint8)
@@ -56,7 +61,7 @@ def pack_rows(expr: WeightExpr, source: TensorSource, form: Format, rows_at_a_ti
         factor = nvfp4_factor(np.array([np.abs(piece).max() for _, _, piece in _pieces(expr, source, rows_at_a_time)]))
         arrays["scale"].view(np.float32)[:] = factor
     for expert, begin, piece in _pieces(expr, source, rows_at_a_time):
-        packed = pack(piece, form, factor=factor)
+        packed = pack(piece, form, factor=factor, inputs=inputs(expert) if inputs is not None else None)
         _place(arrays["w"], packed.w, expert * n + begin)
         if packed.w_scale is None:
             continue

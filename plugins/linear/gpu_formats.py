@@ -23,6 +23,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..gpu.floats import E2M1_MAX, E4M3_MAX, from_bf16, from_e2m1, from_e4m3, to_bf16, to_e2m1, to_e4m3
+from .compensate import Feedback, round_compensated, round_plain
+from .grids import E2M1Grid, ZeroGrid
 
 GROUP = 128
 """Channels of K that share a scale in int4."""
@@ -91,10 +93,13 @@ class Packed:
     factor: float = 1.0
 
 
-def pack(w: np.ndarray, format: Format, *, zero_points: bool = False, factor: float | None = None) -> Packed:
-    """Round w float32 [N, K] to nearest. The values of rows are independent, in fp8_block of each 128 of them, but for
-    nvfp4's factor: give it when w is a part of the matrix. zero_points: int4 with a zero point a group, for the span of
-    its weights."""
+def pack(w: np.ndarray, format: Format, *, zero_points: bool = False, factor: float | None = None,
+         inputs: Feedback | None = None) -> Packed:
+    """Round w float32 [N, K] to nearest, or, four bits, for the least error with these inputs.
+
+    The values of rows are independent, in fp8_block of each 128 of them, but for nvfp4's factor: give it when w is a
+    part of the matrix. zero_points: int4 with a zero point a group, for the span of its weights.
+    """
     k = w.shape[1]
     if format.name == "fp32":
         return Packed(format, k, np.ascontiguousarray(w, np.float32))
@@ -112,9 +117,9 @@ def pack(w: np.ndarray, format: Format, *, zero_points: bool = False, factor: fl
         scale = _scale(np.abs(w).max(axis=1), np.float32(127))
         return Packed(format, k, np.rint(w / _divisor(scale)[:, None]).clip(-127, 127).astype(np.int8), scale)
     if format.name == "int4":
-        return _pack_int4(w, format, zero_points)
+        return _pack_int4(w, format, zero_points, inputs)
     assert format.name == "nvfp4" and k % BLOCK == 0, (format, w.shape)
-    return _pack_nvfp4(w, format, factor if factor is not None else nvfp4_factor(w))
+    return _pack_nvfp4(w, format, factor if factor is not None else nvfp4_factor(w), inputs)
 
 
 def unpack(packed: Packed) -> np.ndarray:
@@ -176,29 +181,22 @@ def nvfp4_blocks(x: np.ndarray, factor: float) -> tuple[np.ndarray, np.ndarray]:
     return pack_nibbles(codes.reshape(len(x), -1)), scale
 
 
-def _pack_int4(w: np.ndarray, format: Format, zero_points: bool) -> Packed:
+def _pack_int4(w: np.ndarray, format: Format, zero_points: bool, inputs: Feedback | None) -> Packed:
     k = w.shape[1]
-    groups = np.zeros((len(w), -(-k // GROUP) * GROUP), np.float32)
-    groups[:, :k] = w
-    groups = groups.reshape(len(w), -1, GROUP)
-    zero = None
-    if zero_points:
-        low, high = np.minimum(groups.min(axis=2), 0), np.maximum(groups.max(axis=2), 0)
-        scale = _scale(high - low, np.float32(15)).astype(np.float16)
-        zero = np.rint(-low / _divisor(scale.astype(np.float32))).clip(0, 15).astype(np.uint8)
-    else:
-        scale = _scale(np.abs(groups).max(axis=2), np.float32(7.5)).astype(np.float16)
-    offset = np.float32(8) if zero is None else zero.astype(np.float32)[..., None]
-    q = np.rint(groups / _divisor(scale.astype(np.float32))[..., None] + offset).clip(0, 15).astype(np.uint8)
-    half = GROUP // 2
+    padded = np.zeros((len(w), -(-k // GROUP) * GROUP), np.float32)
+    padded[:, :k] = w
+    grid = ZeroGrid(GROUP, zero_points)
+    codes, grids = round_plain(padded, grid) if inputs is None else round_compensated(padded, grid, inputs)
+    q, half = codes.reshape(len(w), -1, GROUP), GROUP // 2
     packed = (q[..., :half] | (q[..., half:] << 4)).reshape(len(w), -1)
-    scale, zero = np.ascontiguousarray(scale.T), None if zero is None else np.ascontiguousarray(zero.T)
-    return Packed(format, k, packed, scale, zero)
+    scale, *zero = (np.ascontiguousarray(array.T) for array in grids)
+    return Packed(format, k, packed, scale, zero[0] if zero else None)
 
 
-def _pack_nvfp4(w: np.ndarray, format: Format, factor: float) -> Packed:
-    packed, scale = nvfp4_blocks(w, factor)
-    return Packed(format, w.shape[1], packed, scale, factor=factor)
+def _pack_nvfp4(w: np.ndarray, format: Format, factor: float, inputs: Feedback | None) -> Packed:
+    grid = E2M1Grid(factor)
+    codes, (scale,) = round_plain(w, grid) if inputs is None else round_compensated(w, grid, inputs)
+    return Packed(format, w.shape[1], pack_nibbles(codes), scale, factor=factor)
 
 
 def _scale(most: np.ndarray, largest: np.float32) -> np.ndarray:

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from ..scheme import BLOCK, PANEL, Scheme
-from .compensate import Feedback, quantize_w4_compensated
+from .compensate import Feedback, round_compensated
+from .grids import MinimumGrid
 from .quantize_weights import quantize_w4, quantize_w8, quantize_w8_groups
 
 _CHUNK_ELEMENTS = 1 << 20
@@ -94,7 +95,9 @@ def _pack_rows(w: np.ndarray, scheme: Scheme, inputs: Feedback | None) -> np.nda
         return np.concatenate([_bytes(_pad_k(q, BLOCK).reshape(panels, PANEL, -1, 4).transpose(0, 2, 1, 3)),
                                _bytes(scale.reshape(panels, PANEL))], axis=1)
     padded = _pad_k(to_float32(w), BLOCK)
-    nibbles, step, minimum = quantize_w4(padded) if inputs is None else quantize_w4_compensated(padded, inputs)
+    nibbles, step, minimum = quantize_w4(padded)
+    if inputs is not None:
+        nibbles, (step, minimum) = round_compensated(padded, MinimumGrid(), inputs, (nibbles, (step, minimum)))
     halves = nibbles.reshape(panels, PANEL, -1, 2, 4, 4)
     pairs = (halves[:, :, :, 0] | halves[:, :, :, 1] << 4).transpose(0, 2, 3, 1, 4)
     blocks = [pairs.reshape(panels, pairs.shape[1], -1)]

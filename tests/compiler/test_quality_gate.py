@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from ingot.compiler.build import BuildRequest, build
-from ingot.compiler.calibration.gather import calibration_text
+from ingot.compiler.calibration.text import default_text
 from ingot.compiler.checkpoint.open import open_checkpoint
 from ingot.compiler.cli.build import share
 from ingot.compiler.compare import compare, kl_divergence
@@ -131,7 +131,7 @@ def test_the_text_is_not_that_of_the_calibration() -> None:
         return {" ".join(words[i:i + 8]) for i in range(len(words) - 7)}
 
     assert len(held_out_text()) > 15_000
-    assert not pieces(held_out_text()) & pieces(calibration_text())
+    assert not pieces(held_out_text()) & pieces(default_text().documents[0])
 
 
 @pytest.fixture

@@ -21,8 +21,14 @@ from ingot.runtime.errors import RequestError
 from tests.runtime.mock_engine import write_engine
 
 RECIPE = ("--target", "cpu:x86-64-v3", "--precision", "w4a8", "--max-batch-size", "2", "--max-num-tokens", "4")
-HASHED = "import sys, ingot.compiler.cache.calibration as c; c.calibration_text = lambda: 'a short text ' * 20; " \
-         "from ingot.runtime.cli import main; sys.exit(main(sys.argv[1:]))"
+HASHED = """
+import sys
+import ingot.compiler.write_weights as module
+from ingot.compiler.calibration.text import CalibrationText
+from ingot.runtime.cli import main
+module.default_text = lambda: CalibrationText("short", ("a short text " * 20,))
+sys.exit(main(sys.argv[1:]))
+"""
 
 
 def run(checkpoint: Path, folder: Path, cores: set[int], **environment: str) -> tuple[str, bytes]:

@@ -13,21 +13,22 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from ingot.compiler import refit_record
+from ingot.compiler import refit_record, write_weights
 from ingot.compiler.build import BuildRequest, build
-from ingot.compiler.cache import calibration
 from ingot.compiler.cache.build_cache import BuildCache
+from ingot.compiler.calibration.text import CalibrationText
 from ingot.compiler.refit import CannotRefit, RefitRequest, refit
 from ingot.runtime.engine_file import EngineFile, EngineHashMismatch, WeightsMissing
 from ingot.runtime.errors import IngotError, RequestError
 
+SHORT = CalibrationText("short", ("a short text " * 20,))
 pytestmark = pytest.mark.usefixtures("short_text")
 
 
 @pytest.fixture(scope="module")
 def short_text() -> object:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calibration, "calibration_text", lambda: "a short text " * 20)
+        patch.setattr(write_weights, "default_text", lambda: SHORT)
         yield
 
 

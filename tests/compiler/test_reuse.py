@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from ingot.compiler import write_weights
 from ingot.compiler.build import BuildRequest, BuildResult, build
-from ingot.compiler.cache import calibration
 from ingot.compiler.cache.build_cache import BuildCache
+from ingot.compiler.calibration.text import CalibrationText
 
+SHORT = CalibrationText("short", ("a short text " * 20,))
 LIMITS = {"max_batch_size": 4, "max_num_tokens": 8}
 Builder = Callable[..., BuildResult]
 
@@ -26,7 +28,7 @@ def warm(speaking_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
     """(a build of w4a8, the folder of the cache that it has filled)"""
     folder = tmp_path_factory.mktemp("warm")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calibration, "calibration_text", lambda: "a short text " * 20)
+        patch.setattr(write_weights, "default_text", lambda: SHORT)
         result = build(request(speaking_checkpoint, folder / "first.engine"), cache=BuildCache(folder / "cache"))
     return result, folder / "cache"
 
@@ -35,7 +37,7 @@ def warm(speaking_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
 def again(warm: tuple[BuildResult, Path], speaking_checkpoint: Path, tmp_path: Path,
           monkeypatch: pytest.MonkeyPatch) -> Builder:
     """Builds once more with some change, from a copy of the cache."""
-    monkeypatch.setattr(calibration, "calibration_text", lambda: "a short text " * 20)
+    monkeypatch.setattr(write_weights, "default_text", lambda: SHORT)
     shutil.copytree(warm[1], tmp_path / "cache")
 
     def one(checkpoint: Path = speaking_checkpoint, **change: object) -> BuildResult:
@@ -74,10 +76,11 @@ def test_the_same_again_needs_neither_torch_nor_a_compiler(warm: tuple[BuildResu
     program = f"""
 import sys
 from ingot.compiler.build import BuildRequest, build
-from ingot.compiler.cache import calibration
+from ingot.compiler import write_weights
 from ingot.compiler.cache.build_cache import BuildCache
+from ingot.compiler.calibration.text import CalibrationText
 from pathlib import Path
-calibration.calibration_text = lambda: "a short text " * 20
+write_weights.default_text = lambda: CalibrationText("short", ("a short text " * 20,))
 result = build(BuildRequest({str(speaking_checkpoint)!r}, "cpu:x86-64-v3", "w4a8", Path({str(tmp_path / "x")!r}),
                             max_batch_size=4, max_num_tokens=8), cache=BuildCache(Path({str(warm[1])!r})))
 print(result.hash, sorted({{"torch", "transformers"}} & set(sys.modules)))

@@ -4,7 +4,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ingot.plugins.linear.compensate import DAMPING, Feedback, feedback
+from ingot.plugins.linear.compensate import (
+    DAMPING,
+    Feedback,
+    dequantized,
+    feedback,
+    output_error,
+    round_compensated,
+    round_plain,
+)
+from ingot.plugins.linear.grids import E2M1Grid, GridFormat, MinimumGrid, ZeroGrid
 from ingot.plugins.linear.pack import dequantize, pack, unpack
 from ingot.plugins.scheme import SCHEMES
 
@@ -27,7 +36,7 @@ def rounded(w: np.ndarray, inputs: Feedback | None) -> np.ndarray:
     return unpack(pack(w, W4, inputs), w.shape[0], w.shape[1], W4)
 
 
-def output_error(got: np.ndarray, w: np.ndarray, moment: np.ndarray) -> float:
+def mean_error(got: np.ndarray, w: np.ndarray, moment: np.ndarray) -> float:
     """Mean square of the error of the outputs, relative to the outputs."""
     error = (got - w).astype(np.float64)
     return float(np.sum(error @ moment * error) / np.sum(w @ moment * w))
@@ -37,19 +46,19 @@ def output_error(got: np.ndarray, w: np.ndarray, moment: np.ndarray) -> float:
 def test_outputs_are_nearer_than_by_plain_rounding(n: int, k: int) -> None:
     """The second width is no multiple of 32."""
     w, moment = weights(n, k), correlated(k)
-    plain = output_error(dequantize(w, W4), w, moment)
-    assert output_error(rounded(w, feedback(moment)), w, moment) < 0.3 * plain
+    plain = mean_error(dequantize(w, W4), w, moment)
+    assert mean_error(rounded(w, feedback([moment], 32)), w, moment) < 0.3 * plain
 
 
 def test_inputs_that_do_not_vary_together_leave_plain_rounding() -> None:
     w, moment = weights(40, 128), np.eye(128, dtype=np.float32)
-    np.testing.assert_array_equal(rounded(w, feedback(moment)), dequantize(w, W4))
+    np.testing.assert_array_equal(rounded(w, feedback([moment], 32)), dequantize(w, W4))
 
 
 def test_feedback_is_the_factor_of_the_moment() -> None:
     """H = R R^T with R = U D, U of unit diagonal, D diagonal: then U^-1 H U^-T is diagonal. Largest inputs first."""
     moment = correlated(64)
-    found = feedback(moment)
+    found, = feedback([moment], 32).blocks
     groups = found.order.reshape(2, 32)
     sizes = np.diagonal(moment)[groups]
     assert sorted(found.order) == list(range(64)) and len(set((groups // 32).reshape(-1)[:32])) == 1
@@ -64,21 +73,78 @@ def test_weights_on_a_grid_stay() -> None:
     rng = np.random.default_rng(0)
     grid = ((rng.integers(0, 16, (40, 8, 32)) - 7) * rng.uniform(1, 2, (40, 8, 1)) / 64).astype(np.float32)
     w = grid.reshape(40, 256)
-    np.testing.assert_array_equal(pack(w, W4, feedback(correlated(256))), pack(w, W4))
+    np.testing.assert_array_equal(pack(w, W4, feedback([correlated(256)], 32)), pack(w, W4))
 
 
 def test_rows_do_not_depend_on_each_other() -> None:
     """So a matrix can be packed piece by piece. Only the order of sums may differ with the number of rows."""
-    w, inputs = weights(48, 128), feedback(correlated(128))
+    w, inputs = weights(48, 128), feedback([correlated(128)], 32)
     pieces = np.concatenate([rounded(w[:16], inputs), rounded(w[16:], inputs)])
     assert np.mean(pieces != rounded(w, inputs)) < 0.01
-    np.testing.assert_array_equal(pack(w, W4, inputs), pack(w, W4, feedback(correlated(128))))
+    np.testing.assert_array_equal(pack(w, W4, inputs), pack(w, W4, feedback([correlated(128)], 32)))
 
 
 def test_channels_that_are_never_seen() -> None:
     """Such a channel gets its own weights rounded; where none was seen, all are."""
     w, moment = weights(16, 64), correlated(64)
     moment[:, 5] = moment[5] = 0
-    got = rounded(w, feedback(moment))
+    got = rounded(w, feedback([moment], 32))
     assert np.isfinite(got).all() and np.abs(got - w)[:, 5].max() < 0.5 < np.abs(got - w).max()
-    np.testing.assert_array_equal(rounded(w, feedback(np.zeros_like(moment))), dequantize(w, W4))
+    np.testing.assert_array_equal(rounded(w, feedback([np.zeros_like(moment)], 32)), dequantize(w, W4))
+
+
+GRIDS = [MinimumGrid(), ZeroGrid(128), ZeroGrid(64), ZeroGrid(32, zero_points=True), ZeroGrid(128, zero_points=True),
+         E2M1Grid(0.002)]
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_every_grid_gains_and_no_row_loses(grid: GridFormat) -> None:
+    w, moment = weights(24, 256), correlated(256)
+    inputs = feedback([moment], grid.group)
+    plain, fitted = (dequantized(*found, grid) - w
+                     for found in (round_plain(w, grid), round_compensated(w, grid, inputs)))
+    assert (output_error(fitted, inputs) <= output_error(plain, inputs) * 1.0001).all()
+    assert output_error(fitted, inputs).sum() < 0.5 * output_error(plain, inputs).sum()
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_what_lies_on_a_grid_stays_there(grid: GridFormat) -> None:
+    codes, grids = round_plain(weights(8, 256), grid)
+    w = dequantized(codes, grids, grid)
+    again = dequantized(*round_plain(w, grid), grid)
+    assert np.linalg.norm(again - w) <= 2e-3 * np.linalg.norm(w)
+
+
+@pytest.mark.parametrize("grid", [ZeroGrid(128), ZeroGrid(128, zero_points=True)], ids=str)
+def test_a_search_errs_less_than_the_largest_weight_at_the_last_level(grid: ZeroGrid) -> None:
+    w = weights(64, 256) + (0.5 if grid.zero_points else 0)
+    groups = w.reshape(-1, 128)
+    scale = np.abs(groups).max(axis=1, keepdims=True) / 7.5
+    simple = (np.rint(groups / scale).clip(-8, 7) * scale).reshape(w.shape)
+    assert np.square(dequantized(*round_plain(w, grid), grid) - w).sum() < 0.93 * np.square(simple - w).sum()
+
+
+def test_output_error_is_that_of_the_moment() -> None:
+    moment, error = correlated(64), weights(5, 64) / 10
+    damped = moment + DAMPING * np.diagonal(moment).mean() * np.eye(64)
+    want = np.einsum("nk,kl,nl->n", error, damped, error)
+    np.testing.assert_allclose(output_error(error, feedback([moment], 32)), want, rtol=1e-3)
+
+
+def test_blocks_of_a_moment_are_compensated_apart() -> None:
+    """As two layers of half the width, one after the other."""
+    w, moment = weights(16, 256), correlated(256)
+    halves = [moment[:128, :128], moment[128:, 128:]]
+    got = dequantized(*round_compensated(w, ZeroGrid(64), feedback(halves, 64)), ZeroGrid(64))
+    assert np.linalg.norm(got - w) > 0
+    for part, half in ((slice(0, 128), halves[0]), (slice(128, 256), halves[1])):
+        alone = feedback([half], 64)
+        plain = dequantized(*round_plain(w[:, part], ZeroGrid(64)), ZeroGrid(64)) - w[:, part]
+        assert output_error(got[:, part] - w[:, part], alone).sum() < 0.6 * output_error(plain, alone).sum()
+
+
+def test_a_moment_that_is_no_moment_is_damped_until_it_is_one() -> None:
+    moment = correlated(64)
+    moment[0, 1] = moment[1, 0] = 3 * np.sqrt(moment[0, 0] * moment[1, 1])
+    inputs = feedback([moment], 32)
+    assert np.isfinite(inputs.blocks[0].matrix).all() and np.isfinite(rounded(weights(8, 64), inputs)).all()

@@ -1,3 +1,4 @@
+"""Which weights are rounded for their inputs, and what becomes of the others."""
 from __future__ import annotations
 
 import json
@@ -7,9 +8,13 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 
-from ingot.compiler.calibration import calibrate as module
-from ingot.compiler.calibration.calibrate import calibrate
+from ingot.compiler.cache import calibration as module
+from ingot.compiler.cache.build_cache import BuildCache
+from ingot.compiler.cache.calibration import InputsOfModel, calibrated
+from ingot.compiler.cache.tensor_digests import tensor_digests
+from ingot.compiler.calibration.text import CalibrationText
 from ingot.compiler.checkpoint.checkpoint import Checkpoint
 from ingot.compiler.checkpoint.open import open_checkpoint
 from ingot.compiler.tokenizer import CONFIG, TOKENIZER
@@ -21,8 +26,10 @@ from ingot.plugins.scheme import SCHEMES
 QKV = tuple(f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv")
 DOWN = "model.layers.0.mlp.down_proj.weight"
 W4A8 = Packing("w4a8")
+WORDS = Tokenizer(WordLevel({"a": 1, "b": 2}, unk_token="a"))
+WORDS.pre_tokenizer = Whitespace()
 TOKENIZER_FILES = {CONFIG: json.dumps({"bos_token_id": None, "eos_token_ids": [], "special_tokens": {}}).encode(),
-                   TOKENIZER: Tokenizer(WordLevel({"a": 1, "b": 2}, unk_token="a")).to_str().encode()}
+                   TOKENIZER: WORDS.to_str().encode()}
 
 
 @pytest.fixture
@@ -30,9 +37,10 @@ def checkpoint(tiny_checkpoint: Path) -> Checkpoint:
     return open_checkpoint(tiny_checkpoint)
 
 
-@pytest.fixture(autouse=True)
-def short_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "calibration_text", lambda: "a b " * 40)
+def inputs(checkpoint: Checkpoint, tokenizer: dict[str, bytes] = TOKENIZER_FILES, cache: BuildCache | None = None,
+           text: str = "a b " * 40) -> InputsOfModel:
+    return InputsOfModel(checkpoint, tensor_digests(checkpoint, None), tokenizer, CalibrationText("", (text,)), cache,
+                         lambda detail: None)
 
 
 def packed(checkpoint: Checkpoint, name: str, parameters: tuple[str, ...], packing: Packing = W4A8) -> PackedWeight:
@@ -44,41 +52,71 @@ def test_moments_for_what_four_bits_change(checkpoint: Checkpoint) -> None:
     weights = [packed(checkpoint, "w0", QKV), packed(checkpoint, "w1", (DOWN,)),
                packed(checkpoint, "w2", (DOWN,), Packing("int8")),
                PackedWeight("w3", literal(np.ones((32, 32), np.float32)), W4A8, "on the grid", ("none",))]
-    found, warnings = calibrate(checkpoint, weights, TOKENIZER_FILES, lambda detail: None)
-    assert {name: moment.shape[0] for name, moment in found.items()} == {
-        "w0": checkpoint.shape(QKV[0])[1], "w1": checkpoint.shape(DOWN)[1]}
-    assert warnings == []
+    found = calibrated(checkpoint, weights, inputs(checkpoint))
+    assert found.methods == {"w0": "gptq", "w1": "gptq", "w3": "rtn"} and found.warnings == ()
+    of = found.moments("w0")
+    assert of is not None and of(0)[0].shape == (64, 64)  # type: ignore[index]
+    assert found.moments("w2") is None and found.moments("w3") is None and found.key("w3") is None
 
 
-def test_the_moment_changes_the_blob(checkpoint: Checkpoint) -> None:
+@pytest.mark.parametrize("packing", [W4A8, Packing("int4", "rows"), Packing("nvfp4", "rows")], ids=str)
+def test_the_moments_change_the_blob(checkpoint: Checkpoint, packing: Packing) -> None:
+    weight = packed(checkpoint, "w0", QKV, packing)
+    of = calibrated(checkpoint, [weight], inputs(checkpoint)).moments("w0")
+    assert of is not None and weight.make(checkpoint).tobytes() != weight.make(checkpoint, of).tobytes()
+
+
+def test_the_moments_lower_the_error_of_the_outputs(checkpoint: Checkpoint) -> None:
     weight = packed(checkpoint, "w0", QKV)
-    moment = calibrate(checkpoint, [weight], TOKENIZER_FILES, lambda detail: None)[0]["w0"]
+    of = calibrated(checkpoint, [weight], inputs(checkpoint)).moments("w0")
     w = np.concatenate([checkpoint.get(name) for name in QKV])
     plain, fitted = (unpack(weight.make(checkpoint, given), w.shape[0], w.shape[1], SCHEMES["w4a8"]) - w
-                     for given in (None, moment))
+                     for given in (None, of))
+    moment = of(0)[0]  # type: ignore[index, misc]
     assert np.sum(fitted @ moment * fitted) < 0.5 * np.sum(plain @ moment * plain)
 
 
 def test_without_a_tokenizer(checkpoint: Checkpoint) -> None:
-    found, warnings = calibrate(checkpoint, [packed(checkpoint, "w1", (DOWN,))], {}, lambda detail: None)
-    assert found == {} and warnings[0].startswith("not calibrated, for want of a tokenizer")
+    found = calibrated(checkpoint, [packed(checkpoint, "w1", (DOWN,))], inputs(checkpoint, {}))
+    assert found.methods == {"w1": "rtn"} and found.warnings[0].endswith("rounded to nearest: there is no tokenizer")
 
 
-def test_a_large_model_is_not_run(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_PARAMETERS", 10)
-    found, warnings = calibrate(checkpoint, [packed(checkpoint, "w1", (DOWN,))], TOKENIZER_FILES, lambda detail: None)
-    assert found == {} and "billion parameters" in warnings[0]
-
-
-def test_a_matrix_that_is_no_linear_layer_is_named(checkpoint: Checkpoint) -> None:
+def test_a_matrix_that_no_layer_multiplies_with_is_named(checkpoint: Checkpoint) -> None:
     weight = packed(checkpoint, "w1", (DOWN,))
     lost = PackedWeight("w2", weight.expr, W4A8, "elsewhere", ("elsewhere.weight",))
-    found, warnings = calibrate(checkpoint, [weight, lost], TOKENIZER_FILES, lambda detail: None)
-    assert set(found) == {"w1"} and warnings == [
-        "not calibrated: 1 of 2 weights of 4 bits, such as elsewhere; they are rounded to nearest"]
+    found = calibrated(checkpoint, [weight, lost], inputs(checkpoint))
+    assert found.methods == {"w1": "gptq", "w2": "rtn"} and found.warnings == (
+        "not calibrated: 1 of 2 weights of 4 bits, such as elsewhere; they are rounded to nearest",)
 
 
-def test_moments_that_are_not_finite_are_left_out(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "gather", lambda *arguments: {DOWN: np.full((4, 4), np.nan, np.float32)})
-    found, warnings = calibrate(checkpoint, [packed(checkpoint, "w1", (DOWN,))], TOKENIZER_FILES, lambda detail: None)
-    assert found == {} and "1 of 1 weights" in warnings[0]
+def test_one_run_serves_builds_of_every_precision(checkpoint: Checkpoint, tmp_path: Path,
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was found for one weight is there for all others; another text is another calibration."""
+    cache = BuildCache(tmp_path)
+    calibrated(checkpoint, [packed(checkpoint, "w1", (DOWN,))], inputs(checkpoint, cache=cache))
+    runs: list[object] = []
+    monkeypatch.setattr(module, "run", lambda *arguments: runs.append(arguments))
+    weights = [packed(checkpoint, "w5", QKV, Packing("int4", "rows")), packed(checkpoint, "w6", (DOWN,))]
+    again = calibrated(checkpoint, weights, inputs(checkpoint, cache=cache))
+    assert not runs and set(again.methods.values()) == {"gptq"} and again.moments("w5")(0) is not None  # type: ignore
+    calibrated(checkpoint, weights, inputs(checkpoint, cache=cache, text="b " * 90))
+    assert len(runs) == 1
+
+
+def test_statistics_that_were_trimmed_away_are_gathered_again(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    cache = BuildCache(tmp_path)
+    found = inputs(checkpoint, cache=cache)
+    first = found.statistics(DOWN)
+    cache.clear("calibration")
+    found._last = None
+    again = found.statistics(DOWN)
+    assert first is not None and again is not None and again.to_bytes() == first.to_bytes()
+
+
+def test_inputs_that_are_not_finite_are_left_out(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dataclasses import replace
+    plain = module.InputStatistics.from_bytes
+    monkeypatch.setattr(module.InputStatistics, "from_bytes",
+                        lambda data: replace(plain(data), amax=np.full(96, np.nan, np.float32)))
+    found = calibrated(checkpoint, [packed(checkpoint, "w1", (DOWN,))], inputs(checkpoint))
+    assert found.methods == {"w1": "rtn"} and "1 of 1 weights" in found.warnings[0]

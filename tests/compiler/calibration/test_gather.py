@@ -1,3 +1,4 @@
+"""Inputs of a model's matrices, gathered with one layer in memory at a time, against the whole model."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -5,76 +6,88 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
 
 from ingot.compiler.calibration import gather as module
-from ingot.compiler.calibration.gather import calibration_text, gather
+from ingot.compiler.calibration.gather import gather
+from ingot.compiler.calibration.statistics import InputStatistics
+from ingot.compiler.calibration.streamed import StreamedModel
 from ingot.compiler.checkpoint.open import open_checkpoint
 from ingot.compiler.importer.importer import import_model
 from ingot.compiler.passes.raise_linear import raise_linear
-from ingot.compiler.quality import documentation_text
 from ingot.compiler.reference_model import ReferenceModel
 from ingot.compiler.weights.packed import RAW, WeightTable
 
 LAYER = "model.layers.1."
 NAMES = [f"{LAYER}{name}_proj.weight" for name in (
     "self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down")]
-IDS = np.random.default_rng(0).integers(0, 256, 100).tolist()
+PREFIX = [1, 2]
+WINDOWS = [[*PREFIX, *window] for window in np.random.default_rng(0).integers(0, 256, (3, 30)).tolist()]
 
 
-@pytest.fixture(scope="module")
-def model(tiny_checkpoint: Path) -> ReferenceModel:
-    return ReferenceModel(str(tiny_checkpoint))
+def gathered(folder: Path, prefix: int = 2) -> tuple[dict[str, InputStatistics], dict[str, str]]:
+    """(statistics, parameter -> its statistics)."""
+    found: dict[str, InputStatistics] = {}
+    where: dict[str, str] = {}
+
+    def sink(name: str, statistics: InputStatistics, parameters: list[str]) -> None:
+        found[name] = statistics
+        where.update(dict.fromkeys(parameters, name))
+
+    gather(StreamedModel(open_checkpoint(folder)), WINDOWS, prefix, sink)
+    return found, where
 
 
-@pytest.fixture(autouse=True)
-def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "WINDOW", 32)
-
-
-def test_moments_are_means_over_the_tokens(model: ReferenceModel) -> None:
-    """Against the inputs of one layer, caught one window at a time; what opens a window does not count."""
-    got, rows = gather(model, IDS, NAMES, prefix=[1, 2]), []
-    handle = model.model.get_submodule(f"{LAYER}mlp.down_proj").register_forward_pre_hook(
-        lambda module, inputs: rows.append(inputs[0][0, 2:].numpy()))
-    for begin in range(0, 100, 30):
-        model.logits([1, 2, *IDS[begin:begin + 30]])
+def inputs_of(model: ReferenceModel, name: str, skipped: int = 2) -> np.ndarray:
+    """What the module reads in the whole model, one window after the other, without the first tokens of each."""
+    rows: list[np.ndarray] = []
+    handle = model.model.get_submodule(name).register_forward_pre_hook(
+        lambda module, inputs: rows.append(inputs[0].reshape(len(WINDOWS[0]), -1)[skipped:].numpy()))
+    for window in WINDOWS:
+        model.logits(window)
     handle.remove()
-    x = np.concatenate(rows)
-    assert len(x) == 100
-    want = x.T @ x / 100
-    np.testing.assert_allclose(got[f"{LAYER}mlp.down_proj.weight"], want, rtol=1e-3, atol=1e-5 * np.abs(want).max())
+    return np.concatenate(rows)
 
 
-def test_layers_that_read_the_same_share_a_moment(model: ReferenceModel) -> None:
-    found = gather(model, IDS, NAMES)
-    q, k, v, o, gate, up, down = (found[name] for name in NAMES)
-    assert q is k and k is v and gate is up
-    assert len({id(moment) for moment in (q, o, gate, down)}) == 4
-    assert q.dtype == np.float32 and q.shape == (q.shape[0],) * 2 and np.allclose(q, q.T)
+@pytest.mark.parametrize("name", [*NAMES, "lm_head.weight"])
+def test_statistics_are_of_what_the_whole_model_reads(tiny_checkpoint: Path, name: str) -> None:
+    found, where = gathered(tiny_checkpoint)
+    x, got = inputs_of(ReferenceModel(str(tiny_checkpoint)), name.removesuffix(".weight")), found[where[name]]
+    assert got.count == len(x) == 90
+    want = x.T @ x / 90
+    np.testing.assert_allclose(got.blocks[0], want, rtol=1e-3, atol=1e-5 * np.abs(want).max())
+    np.testing.assert_allclose(got.amax, np.abs(x).max(axis=0), rtol=1e-4)
 
 
-def test_same_bytes_every_time_and_threads_as_before(model: ReferenceModel) -> None:
+def test_layers_that_read_the_same_share_statistics(tiny_checkpoint: Path) -> None:
+    _, where = gathered(tiny_checkpoint)
+    q, k, v, o, gate, up, down = (where[name] for name in NAMES)
+    assert q == k == v and gate == up and len({q, o, gate, down}) == 4
+
+
+def test_same_bytes_every_time_and_threads_as_before(tiny_checkpoint: Path) -> None:
     torch.set_num_threads(2)
-    first, second = gather(model, IDS, NAMES), gather(model, IDS, NAMES)
+    first, second = gathered(tiny_checkpoint)[0], gathered(tiny_checkpoint)[0]
     assert torch.get_num_threads() == 2
-    assert all(first[name].tobytes() == second[name].tobytes() for name in NAMES)
+    assert {name: s.to_bytes() for name, s in first.items()} == {name: s.to_bytes() for name, s in second.items()}
 
 
-def test_only_what_is_asked_for_and_fits(model: ReferenceModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert set(gather(model, IDS, [*NAMES[3:4], "model.norm.weight", "model.embed_tokens.weight"])) == {NAMES[3]}
-    monkeypatch.setattr(module, "MAX_MOMENT_BYTES", 4)
-    assert gather(model, IDS, NAMES) == {}
+def test_one_layer_is_in_memory_at_a_time(tiny_checkpoint: Path) -> None:
+    model = StreamedModel(open_checkpoint(tiny_checkpoint))
+    loaded: list[set[str]] = []
 
+    def sink(name: str, statistics: InputStatistics, parameters: list[str]) -> None:
+        loaded.append({name.partition("layers.")[2][:1] for name, value in model.model.named_parameters()
+                       if not value.is_meta and "layers." in name})
 
-def test_the_text_is_not_the_held_out_one() -> None:
-    text, held_out = calibration_text(), documentation_text()
-    assert len(text) > 12_000
-    assert not any(line in held_out for line in text.splitlines() if len(line) > 60)
+    gather(model, WINDOWS, 2, sink)
+    assert {len(layers) for layers in loaded} <= {0, 1} and {"0"} in loaded and {"1"} in loaded
+    assert all(value.is_meta for value in model.model.parameters())
 
 
 def test_matrices_that_are_stored_the_other_way_round(tmp_path: Path) -> None:
-    """GPT-2's Conv1D holds [K, N]; the build's name for its constant leads to the same module."""
+    """GPT-2's Conv1D holds [K, N]; the build's name for its constant leads to the same statistics. Its positions are
+    learned: an embedding too."""
     config = GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=256, n_positions=64, bos_token_id=0, eos_token_id=0)
     GPT2LMHeadModel(config).save_pretrained(tmp_path)
     graph = raise_linear(import_model(open_checkpoint(tmp_path)).graph)
@@ -82,6 +95,39 @@ def test_matrices_that_are_stored_the_other_way_round(tmp_path: Path) -> None:
     for name, expr in graph.constants.items():
         table.name(expr, RAW, name)
     names = {name for weight in table.entries.values() for name in weight.parameters}
-    found = gather(ReferenceModel(str(tmp_path)), IDS, names)
-    assert {name.removeprefix("transformer.h.0."): len(moment) for name, moment in found.items()} == {
-        "attn.c_attn.weight": 16, "attn.c_proj.weight": 16, "mlp.c_fc.weight": 16, "mlp.c_proj.weight": 64}
+    found, where = gathered(tmp_path)
+    assert {name.removeprefix("transformer.h.0."): found[where[name]].width for name in names & set(where)
+            if ".h.0." in name} == {"attn.c_attn.weight": 16, "attn.c_proj.weight": 16, "mlp.c_fc.weight": 16,
+                                    "mlp.c_proj.weight": 64}
+    x = inputs_of(ReferenceModel(str(tmp_path)), "transformer.h.0.mlp.c_proj")
+    got = found[where["transformer.h.0.mlp.c_proj.weight"]]
+    np.testing.assert_allclose(got.mean_square, (x * x).mean(axis=0), rtol=1e-3)
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = MixtralConfig(vocab_size=256, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+                           num_attention_heads=2, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
+                           max_position_embeddings=64)
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("moe") / "mixtral"
+    MixtralForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def test_each_expert_has_statistics_of_the_tokens_that_it_gets(mixtral: Path) -> None:
+    found, where = gathered(mixtral, prefix=0)
+    prefix = "model.layers.0.mlp.experts."
+    counts = [found[where[f"{prefix}gate_up_proj[{expert}]"]].count for expert in range(4)]
+    assert sum(counts) == 2 * 96 and counts == [found[where[f"{prefix}down_proj[{e}]"]].count for e in range(4)]
+    x = inputs_of(ReferenceModel(str(mixtral)), "model.layers.0.mlp", skipped=0)
+    total = sum(found[where[f"{prefix}gate_up_proj[{e}]"]].mean_square * counts[e] for e in range(4))
+    np.testing.assert_allclose(total, 2 * (x * x).sum(axis=0), rtol=1e-3)
+    assert f"{prefix}gate_up_proj" not in where and "model.layers.0.mlp.gate.weight" in where
+
+
+def test_too_many_experts_share_their_statistics(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_EXPERT_BYTES", 4 * 4 * 32 * 32)
+    found, where = gathered(mixtral, prefix=0)
+    prefix = "model.layers.0.mlp.experts."
+    assert found[where[f"{prefix}down_proj"]].count == 2 * 96 and found[where[f"{prefix}gate_up_proj[1]"]].count < 192

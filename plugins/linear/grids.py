@@ -1,0 +1,145 @@
+"""Grids of 16 values on which a group of weights is rounded: how each format lays one, and which value is nearest.
+
+Groups are the columns of x [group, n], so that sums over a group are sums of rows.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from ..gpu.floats import E2M1_MAX, from_e2m1, from_e4m3, to_e2m1, to_e4m3
+from ..scheme import BLOCK
+from .quantize_weights import fit_w4, nearest_level
+
+Grids = tuple[np.ndarray, ...]
+"""What tells the grid of each group, arrays [n]."""
+
+
+class GridFormat(Protocol):
+    @property
+    def group(self) -> int:
+        """Channels of K that share a grid."""
+        ...
+
+    def fit(self, x: np.ndarray) -> Grids:
+        """float32 x [group, n] -> the grids with the least squared error that a short search finds."""
+        ...
+
+    def nearest(self, x: np.ndarray, grids: Grids) -> np.ndarray:
+        """float32 x [.., n] -> codes u8 of the nearest values."""
+        ...
+
+    def values(self, codes: np.ndarray, grids: Grids) -> np.ndarray:
+        """codes [.., n] -> float32."""
+        ...
+
+
+@dataclass(frozen=True)
+class MinimumGrid:
+    """CPUs' w4a8: step * code + minimum, both float16, for 32 channels."""
+
+    group: int = BLOCK
+
+    def fit(self, x: np.ndarray) -> Grids:
+        return fit_w4(x)
+
+    def nearest(self, x: np.ndarray, grids: Grids) -> np.ndarray:
+        return nearest_level(x, *grids).astype(np.uint8)
+
+    def values(self, codes: np.ndarray, grids: Grids) -> np.ndarray:
+        return codes * grids[0].astype(np.float32) + grids[1].astype(np.float32)
+
+
+# What the largest weight of a group is divided by: 8 levels lie on one side of zero and 7 on the other, and the scale
+# has a sign, so that the weight farthest from zero always gets the side with 8. Lower ones waste the outermost level,
+# higher ones cut the largest weight off for a finer grid.
+_DIVISORS = (8.0, 7.5, 7.0, 8.5, 9.0, 9.6)
+_SPANS = (15.0, 14.4, 15.6, 16.3)
+
+
+@dataclass(frozen=True)
+class ZeroGrid:
+    """GPUs' int4: (code - zero) * scale, scale float16 with a sign; zero is 8, or with zero_points u8 a group."""
+
+    group: int
+    zero_points: bool = False
+
+    def fit(self, x: np.ndarray) -> Grids:
+        best, scale, zero = np.full(x.shape[1], np.inf, np.float32), None, None
+        for candidate, offset in self._candidates(x):
+            codes = _codes(x, candidate, offset)
+            shifted = codes - offset
+            square = np.einsum("gn,gn->n", shifted, shifted)
+            fitted = np.einsum("gn,gn->n", shifted, x)
+            fitted = np.divide(fitted, square, out=candidate.copy(), where=square > 0)
+            half = np.clip(fitted, -65504, 65504).astype(np.float16)
+            difference = _codes(x, half.astype(np.float32), offset) - offset
+            difference *= half.astype(np.float32)
+            difference -= x
+            error = np.einsum("gn,gn->n", difference, difference)
+            better = error < best
+            best = np.where(better, error, best)
+            scale = np.where(better, half, half if scale is None else scale)
+            zero = np.where(better, offset, offset if zero is None else zero)
+        assert scale is not None and zero is not None
+        return (scale, zero.astype(np.uint8)) if self.zero_points else (scale,)
+
+    def _candidates(self, x: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+        """(scale, zero) to try, float32 [n] each."""
+        most = np.take_along_axis(x, np.abs(x).argmax(axis=0)[None], 0)[0]
+        middle = np.full(x.shape[1], 8, np.float32)
+        found = [((most / np.float32(-divisor)).astype(np.float32), middle) for divisor in _DIVISORS]
+        if self.zero_points:
+            low, high = np.minimum(x.min(axis=0), 0), np.maximum(x.max(axis=0), 0)
+            for span in _SPANS:
+                scale = ((high - low) / np.float32(span)).astype(np.float32)
+                zero = np.rint(np.divide(-low, scale, out=np.zeros_like(low), where=scale > 0)).clip(0, 15)
+                found.append((scale, zero.astype(np.float32)))
+        return found
+
+    def nearest(self, x: np.ndarray, grids: Grids) -> np.ndarray:
+        return _codes(x, grids[0].astype(np.float32), self._zero(grids)).astype(np.uint8)
+
+    def values(self, codes: np.ndarray, grids: Grids) -> np.ndarray:
+        return (codes - self._zero(grids)) * grids[0].astype(np.float32)
+
+    def _zero(self, grids: Grids) -> np.ndarray:
+        return grids[1].astype(np.float32) if self.zero_points else np.float32(8)  # type: ignore[return-value]
+
+
+def _codes(x: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> np.ndarray:
+    """float32 0..15."""
+    inverse = np.divide(1, scale, out=np.zeros_like(scale), where=scale != 0)
+    codes = x * inverse
+    codes += zero
+    np.rint(codes, out=codes)
+    return np.clip(codes, 0, 15, out=codes)
+
+
+@dataclass(frozen=True)
+class E2M1Grid:
+    """nvfp4: the values of e2m1 times an e4m3 scale for 16 channels, times the factor of the whole matrix."""
+
+    factor: float
+    group: int = 16
+
+    def fit(self, x: np.ndarray) -> Grids:
+        """The largest weight becomes the largest value, 6, or the next, 4, whose neighbours are nearer."""
+        most = np.abs(x).max(axis=0) / np.float32(self.factor)
+        best, scale = np.full(x.shape[1], np.inf, np.float32), np.zeros(x.shape[1], np.uint8)
+        for top in (float(E2M1_MAX), 4.0):
+            candidate = to_e4m3(most / np.float32(top))
+            difference = self.values(self.nearest(x, (candidate,)), (candidate,)) - x
+            error = np.einsum("gn,gn->n", difference, difference)
+            better = error < best
+            best, scale = np.where(better, error, best), np.where(better, candidate, scale)
+        return (scale,)
+
+    def nearest(self, x: np.ndarray, grids: Grids) -> np.ndarray:
+        scale = from_e4m3(grids[0]) * np.float32(self.factor)
+        return to_e2m1(x * np.divide(1, scale, out=np.zeros_like(scale), where=scale > 0))
+
+    def values(self, codes: np.ndarray, grids: Grids) -> np.ndarray:
+        return (from_e2m1(codes) * (from_e4m3(grids[0]) * np.float32(self.factor))).astype(np.float32)
