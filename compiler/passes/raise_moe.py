@@ -189,7 +189,11 @@ class _Router:
         return groups, picked.attrs["k"], best
 
     def _filled(self, value: Operand) -> float | None:
+        """The number that all elements are."""
         made = self.m.node(value, "full")
+        expr = self.m.graph.constants.get(value) if isinstance(value, str) else None
+        if expr is not None and expr.op == "full":
+            return float(expr.attr("value"))
         return float(made.attrs["value"]) if made is not None else self.m.number(value)
 
     def _is_read(self, value: str) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from ingot.compiler.ir.types import DType
+from ingot.compiler.passes.fold_constants import fold_constants
 from ingot.compiler.passes.raise_moe import raise_moe
 from tests.compiler.graphs import Builder, expect_same_meaning, only, ops
 
@@ -66,7 +67,8 @@ def grouped(b: Builder, logits: str, groups: int = 4, kept: int = 2, biased: boo
         total = b.op("reduce_sum", b.add("topk", [split], k=best, dim=2, largest=True)[0], dims=(2,), keepdim=False)
     _, picked = b.add("topk", [total], k=kept, dim=1, largest=True)
     zeros = b.op("full", shape=("T", groups), value=0.0, dtype=DType.F32)
-    mask = b.op("scatter", zeros, picked, b.op("full", shape=(), value=1.0, dtype=DType.F32), dim=1)
+    one = b.op("full", shape=(), value=1.0, dtype=DType.F32)
+    mask = b.op("scatter", zeros, picked, one, dim=1)
     wide = b.op("expand", b.op("reshape", mask, shape=("T", groups, 1)), shape=("T", groups, EXPERTS // groups))
     outside = b.op("logical_not", b.op("ne", b.op("reshape", wide, shape=("T", EXPERTS)), 0.0))
     values, ids = b.add("topk", [b.op("where", outside, float("-inf"), key)], k=CHOICES, dim=1, largest=True)
@@ -119,6 +121,7 @@ def last(b: Builder) -> str:
 def test_raised(route: Route, attrs: dict[str, Any], residual: bool) -> None:
     b = mixture(route, residual)
     graph = b.made(last(b))
+    graph = fold_constants(graph)
     raised = raise_moe(graph)
     found = only(raised, "route")
     assert dict(found.attrs) == {"choices": CHOICES, **attrs}
