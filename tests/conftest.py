@@ -12,6 +12,10 @@ import pytest
 
 from tools.demo_models import MODELS, Result, Unreachable, provide
 
+# In one process Triton either interprets or compiles. Tests compile in processes of their own; engines for GPUs run in
+# the emulator here, also after transformers has imported Triton for some reason of its own.
+os.environ["TRITON_INTERPRET"] = "1"
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests marked slow too")
