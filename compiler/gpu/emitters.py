@@ -17,7 +17,9 @@ from ..plan.lowering import Place
 from ..plan.plan import Arg
 from .emit_attention import emit_attention, emit_kv_write, emit_rope, emit_rope_kv_write
 from .emit_collective import emit_collective
+from .emit_experts import emit_combine, emit_expert_linear, emit_route
 from .emit_linear import absorbs_norm, emit_linear, wanted_form, write_quantized
+from .emit_select import emit_argmax, emit_cumsum, emit_matmul, emit_scatter, emit_softmax, emit_topk
 from .lower import GpuLowering
 
 
@@ -136,5 +138,15 @@ EMITTERS: dict[str, Callable[[GpuLowering, Node], None]] = {
     "rope": emit_rope,
     "kv_write": emit_kv_write,
     "attention": emit_attention,
+    "route": emit_route,
+    "expert_linear": emit_expert_linear,
+    "combine": emit_combine,
+    "softmax": emit_softmax,
+    "cumsum": emit_cumsum,
+    "argmax": emit_argmax,
+    "topk": emit_topk,
+    "sort": emit_topk,
+    "scatter": emit_scatter,
+    "matmul": emit_matmul,
     "loop": _loop,
 }

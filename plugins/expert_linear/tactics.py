@@ -51,13 +51,17 @@ class Sorting:
 
 @dataclass(frozen=True)
 class Sum:
-    """y[m, d] = (residual +) sum over a token's choices of weight * row."""
+    """y[m, d] = (residual +) sum over a token's choices of weight * row.
+
+    residual: its element type, "": there is none
+    """
 
     m: int
     d: int
     choices: int
-    float_type: str
-    residual: bool = False
+    x_type: str
+    y_type: str
+    residual: str = ""
 
 
 def routing(problem: Routing, device: Device) -> Candidates:
@@ -95,17 +99,19 @@ def sorting(problem: Sorting, device: Device) -> Candidates:
 
 
 def summing(problem: Sum, device: Device) -> Candidates:
+    """Parameters: x, weights f32, residual, y, sizes. y may be the residual."""
     p = problem
     block = min(1024, max(32, _power_of_two(p.d)))
-    element = f"*{ELEMENTS[p.float_type]}"
     kernel = GpuKernel(
-        symbol("combine", f"d{p.d}", f"of{p.choices}", p.float_type, "residual" if p.residual else ""),
-        MODULE, "combine",
-        *arguments({"x": element, "weights": "*fp32", "residual": element if p.residual else None, "y": element,
+        symbol("combine", f"d{p.d}", f"of{p.choices}", p.x_type, p.y_type,
+               f"residual_{p.residual}" if p.residual else ""), MODULE, "combine",
+        *arguments({"x": f"*{ELEMENTS[p.x_type]}", "weights": "*fp32",
+                    "residual": f"*{ELEMENTS[p.residual]}" if p.residual else None, "y": f"*{ELEMENTS[p.y_type]}",
                     "sizes": "*i32"},
                    {"ROWS": SIZES["T"], "D": p.d, "CHOICES": p.choices, "BLOCK": block}), 4, 1)
-    cost = Cost(p.m * p.d * (p.choices + 1 + p.residual) * BYTES[p.float_type], 0)
-    return Candidates((Candidate("combine", (GpuLaunch(kernel, (p.m, -(-p.d // block), 1)),), cost),))
+    moved = p.choices * BYTES[p.x_type] + BYTES[p.y_type] + (BYTES[p.residual] if p.residual else 0)
+    return Candidates((Candidate("combine", (GpuLaunch(kernel, (p.m, -(-p.d // block), 1)),),
+                                 Cost(p.m * p.d * moved, 0)),))
 
 
 def _power_of_two(number: int) -> int:

@@ -115,7 +115,7 @@ def test_sum_over_choices(interpreter: Interpreter, residual: bool) -> None:
     rng = np.random.default_rng(3)
     x, r = store(rng.standard_normal((4, 3, 40)), "bf16"), store(rng.standard_normal((4, 40)), "bf16")
     weights = rng.uniform(0, 1, (4, 3)).astype(np.float32)
-    one = summing(Sum(4, 40, 3, "bf16", residual), H200).legal[0].launches[0]
+    one = summing(Sum(4, 40, 3, "bf16", "bf16", "bf16" if residual else ""), H200).legal[0].launches[0]
     needed = {name for name, _ in one.kernel.parameters}
     out = interpreter.run([(one, {})], {name: a for name, a in {
         "x": x, "weights": weights, "residual": r, "y": unwritten((4, 40), "bf16"),
@@ -145,5 +145,5 @@ def test_compiles_natively(arch: str) -> None:
         Routing(8, 128, 8, normalise=True),
         Routing(8, 256, 8, "sigmoid", bias=True, normalise=True, groups=8, kept_groups=4))]
     rest.append(sorting(Sorting(8, 128, 8), device(arch)).legal[0].launches[0].kernel)
-    rest.append(summing(Sum(8, 2048, 8, "bf16"), device(arch)).legal[0].launches[0].kernel)
+    rest.append(summing(Sum(8, 2048, 8, "bf16", "bf16"), device(arch)).legal[0].launches[0].kernel)
     assert all(code.spill_stores == 0 for code in compiled(rest, arch).values())
