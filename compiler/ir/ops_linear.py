@@ -56,14 +56,14 @@ def _linear(x: np.ndarray, w: np.ndarray, *rest: np.ndarray, scheme: str = "fp32
             `quantize` makes it, the activations are those quantized values; schemes of GPUs quantize x themselves
     gated   the rows of w and of the bias are the gate's, then as many others: [.., N / 2] = act(gate) * other
     """
-    y = np.matmul(_inputs(x, w.shape[1], scheme), _stored(w, scheme).T)
+    y = np.matmul(quantized_inputs(x, w.shape[1], scheme), _stored(w, scheme).T)
     if len(rest) > residual:
         y = y + rest[0]
     y = _gate(y, gated)
     return y + rest[-1] if residual else y
 
 
-def _inputs(x: np.ndarray, width: int, scheme: str) -> np.ndarray:
+def quantized_inputs(x: np.ndarray, width: int, scheme: str) -> np.ndarray:
     """x as the matrix takes it."""
     if x.dtype == np.uint8:
         rows = dequantize_rows(x.reshape(-1, x.shape[-1]), width, SCHEMES[scheme])
@@ -119,7 +119,7 @@ def _expert_linear(x: np.ndarray, ids: np.ndarray, w: np.ndarray, bias: np.ndarr
 
     w [E, N, K], bias [E, N] -> [T, k, N]. scheme, quantized x and gated as in `linear`.
     """
-    x = _inputs(x, w.shape[2], scheme)
+    x = quantized_inputs(x, w.shape[2], scheme)
     w = _stored(w, scheme)
     x = np.broadcast_to(x[:, None] if x.ndim == 2 else x, (*ids.shape, x.shape[-1]))
     out = np.empty((*ids.shape, w.shape[1]), np.float32)
