@@ -8,6 +8,7 @@ from ingot.runtime.step import table_width
 from ..errors import CannotCompile
 from ..ir.graph import Node
 from ..plan.plan import Arg
+from .emit_linear import wanted_form, write_quantized
 from .lower import GpuLowering
 
 _KV_TYPES = {"f32": "fp32", "bf16": "bf16", "f16": "fp16", "fp8": "fp8", "i8": "int8"}
@@ -63,6 +64,8 @@ def emit_attention(low: GpuLowering, node: Node) -> None:
     if sinks:
         args["sinks"] = low.arg(sinks[0])
     args["out"] = low.output(node.output)
+    if problem.y_type:
+        args |= write_quantized(low, node.output, problem.y_type)
     low.request(node, low.candidates(problem, attention_tactics.candidates), args, {node.output: "out"})
 
 
@@ -85,6 +88,7 @@ def _attention_problem(low: GpuLowering, node: Node, rope: Node | None) -> atten
         low.tokens, low.limits["max_batch_size"], heads, slot.heads, slot.key_dim, slot.value_dim, a["scale"],
         low.floats, kv_type, low.kv.block_size, low.kv.block_bytes, _max_blocks(low), window=a.get("window", 0),
         chunk=a.get("chunk", 0), softcap=a.get("softcap", 0.0), sinks=len(node.values) > 3,
+        y_type=wanted_form(low, node.output),
         q_stride=0 if dense or rope else low.token_stride(q), rope=turn)
 
 

@@ -8,7 +8,7 @@ part to finish combines them all.
 import triton
 import triton.language as tl
 
-from ..gpu.math import dot, group_of, narrow, tanh
+from ..gpu.math import dot, group_of, limit, narrow, quantize, tanh, to_nvfp4
 from ..rope.gpu import turned, write_rows
 
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -35,13 +35,14 @@ def _scales_of(scales, table, n, inside, kv_head, BLOCK_SIZE: tl.constexpr, BLOC
 
 @triton.jit
 def paged_attention(q, k, v, cos, sin, q_norm, k_norm, k_part, v_part, k_scales, v_scales, k_static, v_static, sinks,
-                    out, query_start, context_len, block_table, sizes, partial, arrived, Q_HEADS: tl.constexpr,
+                    out, y, y_scale, y_factor, query_start, context_len, block_table, sizes, partial, arrived, Q_HEADS: tl.constexpr,
                     KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
                     Q_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, ROTARY: tl.constexpr,
                     BEGIN: tl.constexpr, INTERLEAVED: tl.constexpr, EPS: tl.constexpr, KV: tl.constexpr,
                     SCALE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr,
                     BLOCK_SIZE: tl.constexpr, BLOCK_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, QB: tl.constexpr,
-                    QP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr):
+                    QP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr,
+                    TO: tl.constexpr):
     """out [T, Hq, DV] = softmax(SCALE q K^T) V for each token over the positions of its sequence that it sees.
 
     q               [T, Hq, D], tokens Q_STRIDE elements apart
@@ -49,9 +50,12 @@ def paged_attention(q, k, v, cos, sin, q_norm, k_norm, k_part, v_part, k_scales,
                     of a sequence's tokens in one tile: QB tokens or fewer in a step. QP: power of two that holds QB
     k_part, v_part, k_scales, v_scales, k_static, v_static, block_table: as rope_kv_write leaves them
     sinks           f32 [Hq]: one more logit a head in the denominator
+    y, y_scale, y_factor  None, or the result once more, as the next matrix takes it (TO, quantize/gpu.py): the last block
+                    of a tile of tokens to finish quantizes its rows
     query_start i32 [B + 1], context_len i32 [B]: the tokens of the step are part of the context
     WINDOW, CHUNK, SOFTCAP: 0 for none. DP, DVP: powers of two that hold D and DV. STEPS: of the search
-    partial f32, arrived i32 (zero before and after): where the SPLITS of the context meet
+    partial f32: where the SPLITS of the context meet; arrived i32, zero before and after: with y one for each tile, then
+    for each of their parts that split
     """
     num_seqs = tl.load(sizes + 1)
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -158,6 +162,8 @@ def paged_attention(q, k, v, cos, sin, q_norm, k_norm, k_part, v_part, k_scales,
         tl.store(mine + BM * DVP + r, peak)
         tl.store(mine + BM * (DVP + 1) + r, total)
         tl.debug_barrier()
+        if y is not None:
+            group = group + tl.num_programs(0)
         if tl.atomic_add(arrived + group, 1, sem="acq_rel") != active - 1:
             return
         peak_all = tl.full((BM,), float("-inf"), tl.float32)
@@ -176,6 +182,58 @@ def paged_attention(q, k, v, cos, sin, q_norm, k_norm, k_part, v_part, k_scales,
         _store(acc_all, peak_all, total_all, v_factor, sinks, out, rows, head, valid, DV, DVP)
     else:
         _store(acc, peak, total, v_factor, sinks, out, rows, head, valid, DV, DVP)
+    if y is not None:
+        tl.debug_barrier()
+        if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == KV_HEADS - 1:
+            tl.store(arrived + tile, 0)
+            _quantize(out, y, y_scale, y_factor, start + q0, tl.minimum(length - q0, QB), Q_HEADS * DV, QP, TO)
+
+
+@triton.jit
+def _quantize(out, y, y_scale, y_factor, first, count, D: tl.constexpr, ROWS: tl.constexpr, TO: tl.constexpr):
+    """Rows first .. first + count of out [T, D], which other blocks have written too, quantized by token as store_row
+    does it. count: from 1 to ROWS."""
+    CHUNK: tl.constexpr = 4096 // ROWS if ROWS < 32 else 128
+    r = tl.arange(0, ROWS)
+    inside = (r < count)[:, None]
+    rows = (first + tl.minimum(r, count - 1)).to(tl.int64)
+    at = tl.arange(0, CHUNK)
+    if TO == "fp8_block":
+        for c in range(0, D, CHUNK):
+            there = inside & (c + at < D)[None, :]
+            v = tl.load(out + rows[:, None] * D + (c + at)[None, :], mask=there, other=0.0, cache_modifier=".cg")
+            groups = v.to(tl.float32).reshape(ROWS, CHUNK // 128, 128)
+            largest = tl.max(tl.abs(groups), 2)
+            q = quantize(groups * tl.where(largest > 0, 448.0 / largest, 0.0)[:, :, None], "fp8")
+            tl.store(y + rows[:, None] * D + (c + at)[None, :], q.reshape(ROWS, CHUNK), mask=there)
+            group = c // 128 + tl.arange(0, CHUNK // 128)
+            tl.store(y_scale + rows[:, None] * (D // 128) + group[None, :], largest / 448.0,
+                     mask=inside & (group < D // 128)[None, :])
+    else:
+        peak = tl.zeros((ROWS,), tl.float32)
+        for c in range(0, D, CHUNK):
+            v = tl.load(out + rows[:, None] * D + (c + at)[None, :], mask=(c + at < D)[None, :], other=0.0,
+                        cache_modifier=".cg")
+            peak = tl.maximum(peak, tl.max(tl.abs(v.to(tl.float32)), 1))
+        inverse = tl.where(peak > 0, limit(TO) / peak, 0.0)
+        factor = tl.where(peak > 0, peak / limit(TO), 1.0)
+        if TO == "nvfp4":
+            tl.store(y_factor + rows, factor, mask=r < count)
+        else:
+            tl.store(y_scale + rows, peak / limit(TO), mask=r < count)
+        for c in range(0, D, CHUNK):
+            there = inside & (c + at < D)[None, :]
+            v = tl.load(out + rows[:, None] * D + (c + at)[None, :], mask=there, other=0.0, cache_modifier=".cg")
+            if TO == "nvfp4":
+                packed, scale = to_nvfp4(v.to(tl.float32) / factor[:, None], ROWS, CHUNK)
+                half = c // 2 + tl.arange(0, CHUNK // 2)
+                tl.store(y + rows[:, None] * (D // 2) + half[None, :], packed, mask=inside & (half < D // 2)[None, :])
+                block = c // 16 + tl.arange(0, CHUNK // 16)
+                tl.store(y_scale + rows[:, None] * (D // 16) + block[None, :], scale,
+                         mask=inside & (block < D // 16)[None, :])
+            else:
+                q = quantize(v.to(tl.float32) * inverse[:, None], TO)
+                tl.store(y + rows[:, None] * D + (c + at)[None, :], q, mask=there)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from ..gpu.kernel import (
     arguments,
     symbol,
 )
-from ..quantize.tactics import BYTES, ELEMENTS
+from ..quantize.tactics import BYTES, ELEMENTS, output, unsupported_row
 
 MAX_FUSED = 8
 """Up to so many tokens a step attention turns and writes keys and values itself: all of them lie in one tile."""
@@ -41,6 +41,7 @@ class Problem:
     context      tokens of a sequence that the choice is made for; any length is served
     window, chunk, softcap  0: none
     kv_type      of the cache, as in rope_kv_write
+    y_type       the result is quantized too, by token: "fp8", "int8", "fp8_block", "nvfp4"; "": it is not
     q_stride     elements between tokens of q; 0: dense. With rope that of rope counts
     rope         what rope_kv_write does is done here too: q, k and v are as the projection leaves them. For few tokens
     """
@@ -64,6 +65,7 @@ class Problem:
     sinks: bool = False
     static: bool = False
     q_stride: int = 0
+    y_type: str = ""
     rope: Rope | None = None
 
     def __post_init__(self) -> None:
@@ -95,6 +97,8 @@ def candidates(problem: Problem, device: Device) -> Candidates:
     name = f"attention.{p.kv_type}"
     if p.kv_type == "fp8" and not device.has_fp8:
         return Candidates(refused=(Refusal(name, f"fp8 needs sm_89 or newer, this is {device.arch}"),))
+    if reason := unsupported_row(p.q_heads * p.value_dim, p.y_type or p.float_type, device):
+        return Candidates(refused=(Refusal(name, reason),))
     if max(p.key_dim, p.value_dim) > 512:
         return Candidates(refused=(Refusal(name, f"heads of {p.key_dim} and {p.value_dim} elements; up to 512"),))
     if p.block_bytes % 16 or p.block_size % 16:
@@ -168,6 +172,8 @@ def cost(p: Problem, tile: Tile) -> Cost:
     moved = p.m * p.q_heads * (p.key_dim + p.value_dim) * BYTES[p.float_type]
     if tile.splits > 1:
         moved += 8 * num_tiles(p, tile.tokens) * p.kv_heads * tile.splits * rows_of(p, tile) * (_power(p.value_dim) + 2)
+    if p.y_type:
+        moved += p.m * p.q_heads * p.value_dim * (2 * BYTES[p.float_type] + BYTES[p.y_type])
     return Cost(reads + moved, 2.0 * p.m * p.max_tokens_seen * p.q_heads * (p.key_dim + p.value_dim))
 
 
@@ -183,9 +189,11 @@ def launch(p: Problem, tile: Tile) -> GpuLaunch:
     wanted: dict[str, Parameter | None] = {
         "q": element, "k": new, "v": new, "cos": turns, "sin": turns, "q_norm": norm, "k_norm": norm,
         "k_part": cache, "v_part": cache, "k_scales": scales, "v_scales": scales, "k_static": static,
-        "v_static": static, "sinks": "*fp32" if p.sinks else None, "out": element, "query_start": "*i32",
+        "v_static": static, "sinks": "*fp32" if p.sinks else None, "out": element, "y": None, "y_scale": None, "y_factor": None, "query_start": "*i32",
         "context_len": "*i32", "block_table": "*i32", "sizes": "*i32", "partial": "*fp32" if split else None,
-        "arrived": "*i32" if split else None}
+        "arrived": "*i32" if split or p.y_type else None}
+    if p.y_type:
+        wanted |= output(p.y_type, False)[0]
     rows, wide = rows_of(p, tile), _power(p.value_dim)
     constants: dict[str, Constant] = {
         "Q_HEADS": p.q_heads, "KV_HEADS": p.kv_heads, "D": p.key_dim, "DV": p.value_dim, "DP": _power(p.key_dim),
@@ -194,21 +202,21 @@ def launch(p: Problem, tile: Tile) -> GpuLaunch:
         "EPS": rope.norm_eps or 0.0, "KV": p.kv_type, "SCALE": p.scale, "WINDOW": p.window, "CHUNK": p.chunk,
         "SOFTCAP": p.softcap, "BLOCK_SIZE": p.block_size, "BLOCK_BYTES": p.block_bytes, "MAX_BLOCKS": p.max_blocks,
         "QB": tile.tokens, "QP": 1 << (tile.tokens - 1).bit_length(), "BM": rows, "BN": tile.positions,
-        "SPLITS": tile.splits, "STEPS": p.max_batch.bit_length() + 1}
+        "SPLITS": tile.splits, "STEPS": p.max_batch.bit_length() + 1,
+        "TO": p.y_type}
     words = [p.kv_type, p.float_type, f"q{p.q_heads}", f"kv{p.kv_heads}", f"d{p.key_dim}", f"v{p.value_dim}",
              f"{tile.tokens}x{tile.positions}", f"s{tile.splits}"]
     options = ((f"w{p.window}", p.window), (f"c{p.chunk}", p.chunk), (f"cap{p.softcap}", p.softcap), ("sinks", p.sinks),
-               ("static", static), (_rope_word(rope), p.rope or p.q_stride))
+               ("static", static), (p.y_type, p.y_type), (_rope_word(rope), p.rope or p.q_stride))
     words += [word for word, used in options if used]
     kernel = GpuKernel(symbol("attention", *words, f"{p.scale:.6g}", f"{p.block_bytes}_{p.max_blocks}_{p.max_batch}"),
                        "ingot.plugins.attention.gpu", "paged_attention", *arguments(wanted, constants), tile.warps,
                        tile.stages)
     tiles = num_tiles(p, tile.tokens)
     grid = (tiles, p.kv_heads, tile.splits)
-    if not split:
-        return GpuLaunch(kernel, grid)
-    groups = tiles * p.kv_heads
-    return GpuLaunch(kernel, grid, 4 * groups * tile.splits * rows * (wide + 2), 4 * groups)
+    groups = tiles * p.kv_heads if split else 0
+    return GpuLaunch(kernel, grid, 4 * groups * tile.splits * rows * (wide + 2),
+                     4 * (groups + (tiles if p.y_type else 0)))
 
 
 def _power(n: int) -> int:
