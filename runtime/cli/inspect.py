@@ -6,11 +6,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ..devices import default_fraction, free_bytes, target_kind
 from ..devices.native_code import check_cpu
 from ..engine_file import EngineFile
 from ..engine_format import section
-from ..host import available_memory_bytes
+from ..errors import IngotError
 from ..program import EngineMismatch, check_plan_version
+from . import inspect_gpu
 from .engine_options import add_engine_argument, open_engine
 from .output import print_json, size, table
 
@@ -25,14 +27,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     view.add_argument("--roofline", action="store_true",
                       help="what a step must read and multiply, and how long that takes this machine at least")
     view.add_argument("--memory", action="store_true", help="arena, KV cache and the largest weights")
+    view.add_argument("--sass", metavar="NAME", help="the instructions of a GPU kernel, by its name or a part of it")
+    view.add_argument("--fits", metavar="GPU", help="how many tokens of KV fit beside it on a GPU: a name of "
+                      "`ingot targets`, a size such as 24GiB, or all")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    view = next((name for name in VIEWS if getattr(arguments, name, False)), "summary")
-    collect, text = VIEWS[view]
     with open_engine(arguments) as engine:
         check_plan_version(engine)
-        facts = collect(engine)
+        if arguments.sass is not None:
+            facts: Any = inspect_gpu.sass(engine, arguments.sass)
+            text: Callable[[Any], str] = inspect_gpu.sass_text
+        elif arguments.fits is not None:
+            facts, text = inspect_gpu.fits(engine, arguments.fits), inspect_gpu.fits_text
+        else:
+            view = next((name for name in VIEWS if getattr(arguments, name, False)), "summary")
+            collect, text = VIEWS[view]
+            facts = collect(engine)
     if arguments.json:
         print_json(facts)
     else:
@@ -47,15 +58,13 @@ def _summary(engine: EngineFile) -> dict[str, Any]:
     for name, num_bytes in engine.sizes.items():
         members[section(name)] += 1
         sizes[section(name)] += num_bytes
-    try:
-        check_cpu(engine)
-        obstacle = None
-    except EngineMismatch as error:
-        obstacle = str(error)
     memory = manifest["memory"]
     kv_token_bytes = memory.get("kv_bytes_per_token", 0)
-    longest_bytes = _kv_bytes(memory, manifest["limits"]["max_seq_len"])
-    available = max(available_memory_bytes() - memory.get("weights_bytes", 0), 0)
+    longest_bytes = inspect_gpu.longest_kv_bytes(memory, manifest["limits"]["max_seq_len"])
+    obstacle = _obstacle(engine)
+    available = 0 if obstacle else max(free_bytes(engine) - memory.get("weights_bytes", 0), 0)
+    if target_kind(manifest) == "cuda":
+        available = int(available * default_fraction(engine))
     return {
         "engine": engine.path,
         "hash": engine.hash,
@@ -70,14 +79,23 @@ def _summary(engine: EngineFile) -> dict[str, Any]:
     }
 
 
-def _kv_bytes(memory: dict[str, Any], num_tokens: int) -> int:
-    """Of the KV blocks that a sequence of so many tokens holds, those that have left their window given up."""
-    block_size, blocks = memory.get("kv_block_size", 1), 0
-    for entry in memory.get("kv_tables", ()):
-        needed = -(-num_tokens // block_size)
-        # A window begins anywhere in a block.
-        blocks += min(needed, (entry["window"] - 2) // block_size + 2) if entry["window"] else needed
-    return int(blocks * memory.get("kv_block_bytes", 0))
+def _obstacle(engine: EngineFile) -> str | None:
+    """Why this machine does not run the engine."""
+    try:
+        if target_kind(engine.manifest) == "cpu":
+            check_cpu(engine)
+        else:
+            from ..devices.cuda import check_target
+            from ..devices.cuda_driver import find_gpu, load_driver
+
+            check_target(engine, find_gpu(load_driver()))
+    except EngineMismatch as error:
+        return str(error)
+    except IngotError as error:
+        if target_kind(engine.manifest) == "cpu":
+            raise
+        return str(error)  # no driver, no GPU
+    return None
 
 
 def _kv_text(facts: dict[str, Any]) -> str:
@@ -94,7 +112,9 @@ def _kv_text(facts: dict[str, Any]) -> str:
 
 def _summary_text(facts: dict[str, Any]) -> str:
     model, target, memory = facts["model"], facts["target"], facts["memory"]
-    here = "runs on this machine" if facts["why_not_here"] is None else "does not run on this machine"
+    here = "runs on this machine"
+    if facts["why_not_here"] is not None:
+        here = "does not run on this machine" + (", but for --device emulator" if target.get("kind") == "cuda" else "")
     rows = [
         ("engine", facts["engine"]),
         ("hash", facts["hash"]),
@@ -106,15 +126,25 @@ def _summary_text(facts: dict[str, Any]) -> str:
                              for name, value in memory.items()
                              if name.endswith("_bytes") and not name.startswith("kv_"))),
         ("KV cache", _kv_text(facts)),
-        ("KV room", f"{facts['kv_tokens_that_fit_here']} tokens, or {facts['longest_sequences_that_fit_here']} longest "
-                    "sequences, fit beside the weights in this machine's free memory"),
+        ("KV room", _room_text(facts)),
         ("code", f"{facts['num_kernels']} kernels; buckets of {', '.join(map(str, facts['buckets']))} tokens"),
+        *([("launches", "a layer, by the tokens of a step: " + ", ".join(
+            f"{tokens}: {count}" for tokens, count in sorted(facts["launches_per_layer"].items(),
+                                                             key=lambda item: int(item[0]))))]
+          if "launches_per_layer" in facts else []),
         ("file", ", ".join(f"{entry['members']} × {name} {size(entry['size_bytes'])}" if entry["members"] > 1 else
                            f"{name} {size(entry['size_bytes'])}" for name, entry in facts["sections"].items())),
         ("built by", ", ".join([f"ingot {facts['ingot_version']}",
                                 *(f"{name} {version}" for name, version in facts["toolchain"].items())])),
     ]
     return table(rows)
+
+
+def _room_text(facts: dict[str, Any]) -> str:
+    if facts["target"].get("kind") == "cuda" and facts["why_not_here"] is not None:
+        return f"ingot inspect {facts['engine']} --fits {facts['target']['name']}"
+    return (f"{facts['kv_tokens_that_fit_here']} tokens, or {facts['longest_sequences_that_fit_here']} longest "
+            "sequences, fit beside the weights in this machine's free memory")
 
 
 def _layers(engine: EngineFile) -> list[dict[str, Any]]:
@@ -159,6 +189,8 @@ def _kernels(engine: EngineFile) -> list[dict[str, Any]]:
 
 
 def _kernels_text(kernels: list[dict[str, Any]]) -> str:
+    if any("registers" in kernel for kernel in kernels):
+        return inspect_gpu.kernels_text(kernels)
     buckets = sorted({tokens for kernel in kernels for tokens in kernel.get("launches", {})}, key=int)
     rows = []
     for kernel in kernels:
