@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from ..engine_file import EngineFile
@@ -53,12 +55,26 @@ def free_bytes(engine: EngineFile, device: str | None = None) -> int:
     from .cuda_driver import find_gpu, load_driver
     from .cuda_memory import CudaContext
 
-    driver = load_driver()
-    context = CudaContext(driver, find_gpu(driver, number))
+    with _emulator_told(engine):
+        driver = load_driver()
+        context = CudaContext(driver, find_gpu(driver, number))
     try:
         return context.free_bytes()
     finally:
         context.close()
+
+
+@contextmanager
+def _emulator_told(engine: EngineFile) -> Iterator[None]:
+    """Who has no GPU may still run the engine."""
+    from .cuda_driver import NoGpu
+
+    try:
+        yield
+    except NoGpu as error:
+        target = engine.manifest["target"]["name"]
+        raise NoGpu(f"{engine.path} was built for {target}. {error}\n  Without a GPU it runs on the CPU, very slowly: "
+                    "--device emulator") from None
 
 
 def default_fraction(engine: EngineFile, device: str | None = None) -> float:
@@ -86,7 +102,8 @@ def load_program(engine: EngineFile, kv_cache_tokens: int | None = None, num_wor
     if name == "cuda":
         from .cuda import CudaProgram
 
-        return CudaProgram(engine, kv_cache_tokens, host_kv_tokens, kv_cache_fraction=fraction, ordinal=number)
+        with _emulator_told(engine):
+            return CudaProgram(engine, kv_cache_tokens, host_kv_tokens, kv_cache_fraction=fraction, ordinal=number)
     tokens = tokens_in_free_memory(engine.manifest, fraction) if kv_cache_tokens is None else kv_cache_tokens
     if name == "emulator":
         from .emulator import EmulatorProgram

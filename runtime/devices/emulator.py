@@ -285,7 +285,11 @@ def _sources(engine: EngineFile, kernels: Collection[Kernel]) -> dict[str, str]:
             text = texts[module]
             if generated.module_name(text) != module:
                 raise EngineFormatError(f"plan.kernels.{kernel.symbol}: {kernel.source} is another text than {module}")
-        if digest(module, text) != kernel.source_sha256:
+        try:
+            found = digest(module, text)
+        except ModuleNotFoundError:
+            found = ""
+        if found != kernel.source_sha256:
             manifest = engine.manifest
             what = "what it imports" if text else "the installed source of it, or what it imports,"
             raise EngineMismatch(
