@@ -34,6 +34,9 @@ from .version import ingot_version, toolchain_versions
 from .write_weights import Rounding, write_weights
 
 DEFAULT_MAX_SEQ_LEN = 4096
+RANKS = (1, 2, 4, 8)
+"""Numbers of GPUs that an engine can be divided among."""
+
 BLOCK_SIZE = 16
 """Tokens of a KV block."""
 
@@ -61,6 +64,7 @@ class BuildRequest:
                      can run it
     max_perplexity_increase, min_top1_agreement  measure, and fail if the engine is worse; see Gate
     layers           pattern of names of layers -> precision of those that match; see with_layers
+    tensor_parallel  GPUs that one engine is divided among
     tuning_records   what ingot tune has written, or its content: which kernels were measured to be the fastest
     """
 
@@ -79,14 +83,15 @@ class BuildRequest:
     force: bool = False
     compiler: str = "zig"
     calibrate: bool = True
+    calibration: Path | None = None
+    quantization_method: str = "best"
     strip_weights: bool = False
     measure_quality: bool = False
     max_perplexity_increase: float | None = None
     min_top1_agreement: float | None = None
-    calibration: Path | None = None
-    quantization_method: str = "best"
     layers: Mapping[str, str] | None = None
     tuning_records: Path | Mapping[str, Any] | None = None
+    tensor_parallel: int = 1
 
     @property
     def gate(self) -> Gate:
@@ -94,14 +99,14 @@ class BuildRequest:
         return Gate(self.max_perplexity_increase, self.min_top1_agreement)
 
     @property
-    def measures(self) -> bool:
-        return self.measure_quality or self.gate.is_set
-
-
-    @property
     def rounding(self) -> Rounding:
         """Raises RequestError for a method that is not known, or that needs no text if one is given."""
         return Rounding(self.quantization_method if self.calibrate else "rtn", self.calibration)
+
+    @property
+    def measures(self) -> bool:
+        return self.measure_quality or self.gate.is_set
+
 
 @dataclass(frozen=True)
 class BuildResult:
@@ -136,6 +141,7 @@ def build(request: BuildRequest, progress: Progress = lambda stage, detail: None
     if request.measures and target.gpu is not None:
         raise RequestError(f"the quality of an engine for {target.name} is not measured while it is built; build it "
                            "without, and compare it with its checkpoint: ingot compare")
+    _require_ranks(request, target)
     kv = _kv_precision(request, target, precision)
     tuning = _tuning(request, target)
     clock = Clock(progress)
@@ -143,7 +149,8 @@ def build(request: BuildRequest, progress: Progress = lambda stage, detail: None
     with clock.stage("config", source.place):
         facts = source.facts(cache)
     limits = _limits(request, target, source.name, facts)
-    output = request.output or Path(f"{source.name}.{target.name.replace(':', '-')}.{precision.name}.engine")
+    place = f"{target.name.replace(':', '-')}{ranks_suffix(request.tensor_parallel)}"
+    output = request.output or Path(f"{source.name}.{place}.{precision.name}.engine")
     if output.exists() and not request.force and not request.dry_run:
         raise RequestError(f"{output} exists.\n  Replace it with --force, or name another with -o.")
 
@@ -155,9 +162,9 @@ def build(request: BuildRequest, progress: Progress = lambda stage, detail: None
     warnings = (*found, *facts.warnings)
     with clock.stage("passes", f"{len(imported.nodes)} operations"):
         stored = stored_schemes(source.checkpoint) if isinstance(source, CheckpointSource) else {}
-        pipeline = cpu_pipeline if target.gpu is None else gpu_pipeline
-        graph = run_passes(imported, pipeline(precision, kv, stored), request.dump,
-                           lambda name: progress("passes", name))
+        passes = cpu_pipeline(precision, kv, stored) if target.gpu is None else gpu_pipeline(
+            precision, kv, stored, request.tensor_parallel)
+        graph = run_passes(imported, passes, request.dump, lambda name: progress("passes", name))
     with clock.stage("plan", f"{len(graph.nodes)} operations after fusion"):
         program = _program(graph, target, precision, limits, tuning,
                            lambda symbol: progress("plan", f"compiling {symbol}"), cache)
@@ -218,6 +225,20 @@ def _source(request: BuildRequest) -> ModelSource:
 
 def _reused(cache: BuildCache | None) -> dict[str, tuple[int, int]]:
     return {} if cache is None else {kind: (uses.found, uses.found + uses.made) for kind, uses in cache.uses.items()}
+
+
+def ranks_suffix(num_ranks: int) -> str:
+    """Of a target in the name of an engine's file."""
+    return f"-tp{num_ranks}" if num_ranks > 1 else ""
+
+
+def _require_ranks(request: BuildRequest, target: Target) -> None:
+    ranks = request.tensor_parallel
+    if ranks not in RANKS:
+        raise RequestError(f"tensor_parallel is {ranks}; expected {', '.join(map(str, RANKS))}")
+    if ranks > 1 and target.gpu is None:
+        raise RequestError(f"tensor_parallel is {ranks}: only engines for GPUs are divided; {target.name} runs all of "
+                           "a model on its cores")
 
 
 def _tuning(request: BuildRequest, target: Target) -> Records | None:
@@ -291,6 +312,7 @@ def _manifest(request: BuildRequest, source: ModelSource, facts: ModelFacts, imp
                    **program.target_facts()},
         "precision": "mixed" if request.layers else precision.name,
         "kv_precision": kv,
+        **({"tensor_parallel": request.tensor_parallel} if request.tensor_parallel > 1 else {}),
         "limits": limits,
         "kernels": program.kernel_table(),
         "memory": program.memory(),
@@ -299,6 +321,9 @@ def _manifest(request: BuildRequest, source: ModelSource, facts: ModelFacts, imp
         "recipe": {"name": source.name, "target": target.name, "precision": precision.name, "kv_precision": kv,
                    **limits, **({"layers": dict(request.layers)} if request.layers else {}),
                    "compiler": request.compiler, "calibrate": request.calibrate,
+                   **({"tensor_parallel": request.tensor_parallel} if request.tensor_parallel > 1 else {}),
+                   "quantization_method": request.quantization_method,
+                   "calibration": request.calibration.name if request.calibration else None,
                    "dump": request.dump is not None, "measure_quality": request.measures,
                    **({"tuning_records": program.tuning.to_json()}
                       if isinstance(program, CpuProgram) and program.tuning is not None else {})},

@@ -17,8 +17,9 @@ from ..recipe.read import read_recipe
 from .report import Report
 
 # Options that a recipe says itself: option -> its default.
-_OF_ONE_BUILD = {"kv_precision": None, "max_batch_size": None, "max_num_tokens": None, "max_seq_len": None,
-                 "name": None, "dump": None, "tuning_records": None, "compiler": "zig", "calibrate": True, "layers": None}
+_OF_ONE_BUILD = {"tensor_parallel": 1, "kv_precision": None, "max_batch_size": None, "max_num_tokens": None,
+                 "max_seq_len": None, "name": None, "dump": None, "tuning_records": None, "compiler": "zig",
+                 "calibrate": True, "calibration": None, "quantization_method": "best", "layers": None}
 
 _OPTIONS = {"calibrate": "--no-calibration", "layers": "--layer"}
 
@@ -38,19 +39,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-batch-size", type=int, metavar="N", help="sequences in a step")
     parser.add_argument("--max-num-tokens", type=int, metavar="N", help="tokens in a step")
     parser.add_argument("--max-seq-len", type=int, metavar="N", help="tokens of a sequence, prompt and answer together")
-    parser.add_argument("--kv-precision", metavar="P", help="of the KV cache (default: the precision's own)")
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N",
                         help="GPUs that the engine is divided among (default: 1)")
+    parser.add_argument("--kv-precision", metavar="P", help="of the KV cache (default: the precision's own)")
     parser.add_argument("--compiler", choices=("zig", "cc"), default="zig",
                         help="C compiler: the pinned zig (default), or this machine's cc")
     parser.add_argument("--no-calibration", dest="calibrate", action="store_false",
                         help="round weights of 4 bits to nearest, without running the model on a text")
-    parser.add_argument("--tuning-records", type=Path, metavar="FILE",
     parser.add_argument("--calibration", type=Path, metavar="FILE",
                         help='text that the model is run on, or JSONL with a "text" in each line (default: one that '
                         "ships with the compiler)")
     parser.add_argument("--quantization-method", choices=sorted(METHODS), default="best",
                         help="how weights of 4 bits are rounded (default: what errs least, layer by layer)")
+    parser.add_argument("--tuning-records", type=Path, metavar="FILE",
                         help="what ingot tune has measured on such a machine: which kernels are the fastest")
     parser.add_argument("--dump", type=Path, metavar="DIR", help="write the graph after each pass there")
     parser.add_argument("--name", help="what the engine calls its model (default: the checkpoint's folder or hub name)")

@@ -54,13 +54,14 @@ _SHARED: Mapping[str, Field] = {
     "quality": Field("object", "What is measured on this machine after the build, and what fails it.", fields=QUALITY),
     "layers": Field("choices", "Pattern of names of layers, with * and ? -> their precision; the most exact pattern "
                     "decides.", choices=_precisions()),
+    "tensor_parallel": Field("count", "GPUs that one engine is divided among (default 1)."),
     "kv_precision": Field("text", "Element type of the KV cache; default: the precision's own."),
     "calibrate": Field("flag", "Round weights of 4 bits for the inputs they meet (default true)."),
-    "compiler": Field("text", "C compiler of CPU targets: the pinned zig (default), or this machine's cc.",
     "calibration": Field("text", 'Text file, or JSONL with a "text" in each line, that the model is run on for it; '
                          "relative to the recipe. Default: one that ships with the compiler."),
     "quantization_method": Field("text", "How weights of 4 bits are rounded; default: what errs least, layer by layer.",
                                  choices=tuple(METHODS)),
+    "compiler": Field("text", "C compiler of CPU targets: the pinned zig (default), or this machine's cc.",
                       choices=("zig", "cc")),
 }
 BUILD: Mapping[str, Field] = {

@@ -8,8 +8,10 @@ from typing import Any
 
 import yaml
 
-from ..build import BuildRequest
+from ..build import BuildRequest, ranks_suffix
 from .fields import RECIPE, BadRecipe, check
+
+_SHARED = ("tensor_parallel", "kv_precision", "calibrate", "calibration", "quantization_method", "compiler")
 
 
 @dataclass(frozen=True)
@@ -26,8 +28,10 @@ class Recipe:
         said. Raises BadRecipe if two builds would write one file."""
         found: dict[Path, BuildRequest] = {}
         for number, matrix in enumerate(self.entries["builds"]):
-            shared = {key: matrix.get(key, self.entries.get(key)) for key in ("kv_precision", "calibrate", "compiler")}
+            shared = {key: matrix.get(key, self.entries.get(key)) for key in _SHARED}
             chosen = {key: value for key, value in shared.items() if value is not None}
+            if "calibration" in chosen:
+                chosen["calibration"] = self.path.parent / Path(chosen["calibration"]).expanduser()
             limits = {**self.entries.get("limits", {}), **matrix.get("limits", {})}
             layers = {**self.entries.get("layers", {}), **matrix.get("layers", {})}
             quality = {**self.entries.get("quality", {}), **matrix.get("quality", {})}
@@ -36,7 +40,8 @@ class Recipe:
             asked = {name: value for name, value in options.items() if value is not None}
             for target in matrix["targets"]:
                 for precision in matrix["precisions"]:
-                    output = folder / f"{self.name}.{_file_part(target)}.{precision}.engine"
+                    place = f"{_file_part(target)}{ranks_suffix(chosen.get('tensor_parallel', 1))}"
+                    output = folder / f"{self.name}.{place}.{precision}.engine"
                     if output in found:
                         raise BadRecipe(f"{self.path}: builds[{number}]: {target} in {precision} is asked for twice")
                     found[output] = BuildRequest(
