@@ -153,3 +153,15 @@ def group_of(tile, starts, num_groups, SIZE: tl.constexpr, STEPS: tl.constexpr):
         low = tl.where(right, middle + 1, low)
         high = tl.where(right, high, middle)
     return low - 1
+
+
+@triton.jit
+def group_with(item, starts, num_groups, STEPS: tl.constexpr):
+    """The last group g with starts[g] <= item: the one that holds the item, if any does. starts and STEPS as above."""
+    low, high = item * 0, item * 0 + num_groups
+    for _ in range(STEPS):
+        middle = (low + high) // 2
+        right = (low < high) & (tl.load(starts + middle) <= item)
+        low = tl.where(right, middle + 1, low)
+        high = tl.where(right, high, middle)
+    return low - 1

@@ -8,7 +8,7 @@ fill the narrow side of the instruction (8 columns) instead of a tile of 64 rows
 import triton
 import triton.language as tl
 
-from ..gpu.math import activation, dot, dot_nvfp4, group_of, limit, narrow, quantize, to_nvfp4
+from ..gpu.math import activation, dot, dot_nvfp4, group_of, group_with, limit, narrow, quantize, to_nvfp4
 
 
 @triton.jit
@@ -133,7 +133,7 @@ def linear(x, w, y, sizes, order, starts, x_scale, x_factor, w_scale, w_zero, sc
            WEIGHTS: tl.constexpr, W_ROW: tl.constexpr, QUANTIZE: tl.constexpr, DEFER: tl.constexpr,
            GATED: tl.constexpr, EPS: tl.constexpr, TO: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
            BK: tl.constexpr, SPLITS: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr, EXPERTS: tl.constexpr,
-           SHARE: tl.constexpr, STEPS: tl.constexpr, SPECIALIZE: tl.constexpr):
+           SHARE: tl.constexpr, STEPS: tl.constexpr, BY_ROW: tl.constexpr, SPECIALIZE: tl.constexpr):
     """One tile [BN features, BM tokens] of y, or of one K-range of it. tactics.py says what may be None.
     SPECIALIZE: some warps only copy, others only multiply.
 
@@ -142,7 +142,9 @@ def linear(x, w, y, sizes, order, starts, x_scale, x_factor, w_scale, w_zero, sc
     y           [M, N]
     sizes       i32: sizes[ROWS] is M
     order, starts  with EXPERTS matrices one below the other in w: row order[i] of y belongs to expert e for
-                starts[e] <= i < starts[e + 1]; it is made of row order[i] // SHARE of x. STEPS: of the search for e
+                starts[e] <= i < starts[e + 1]; it is made of row order[i] // SHARE of x. STEPS: of the search for e.
+                BY_ROW: there is a block for each row, fewer than for each expert; those that are no first rows of a
+                tile have nothing to do
     x_scale     f32 [M]; fp8_block: f32 [M, K/128]; nvfp4: e4m3 [M, K/16] and x_factor f32 [M]. w_scale, w_zero: by
                 format
     scale       f32 [1]: one more factor
@@ -157,10 +159,17 @@ def linear(x, w, y, sizes, order, starts, x_scale, x_factor, w_scale, w_zero, sc
     n = (tile % tiles_n) * BN
     HEIGHT: tl.constexpr = N if GATED == "" else 2 * N
     if EXPERTS > 0:
-        expert = group_of(tile // tiles_n, starts, EXPERTS, BM, STEPS)
-        first = tl.load(starts + expert)
+        if BY_ROW:
+            m = tile // tiles_n
+            expert = group_with(m, starts, EXPERTS, STEPS)
+            first = tl.load(starts + expert)
+            if (m - first) % BM != 0:
+                return
+        else:
+            expert = group_of(tile // tiles_n, starts, EXPERTS, BM, STEPS)
+            first = tl.load(starts + expert)
+            m = first + (tile // tiles_n - (first // BM + expert)) * BM
         end = tl.load(starts + expert + 1)
-        m = first + (tile // tiles_n - (first // BM + expert)) * BM
         base = expert * HEIGHT
     else:
         end = tl.load(sizes + ROWS)

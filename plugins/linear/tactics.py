@@ -220,8 +220,8 @@ def _many_tokens(p: Problem, device: Device) -> list[Tile]:
 
 
 def row_tiles(p: Problem, tokens: int) -> int:
-    """Tiles that cover the rows however they fall to the experts (group_of in gpu/math.py)."""
-    return p.num_rows // tokens + min(p.experts, p.num_rows) if p.experts else -(-p.num_rows // tokens)
+    """Tiles that cover the rows however they fall to the experts: numbered by group_of (gpu/math.py), or a row each."""
+    return min(p.num_rows // tokens + p.experts, p.num_rows) if p.experts else -(-p.num_rows // tokens)
 
 
 def _defers(p: Problem) -> bool:
@@ -282,7 +282,7 @@ def launch(p: Problem, tile: Tile) -> GpuLaunch:
                ("residual", p.residual), (f"norm{p.norm_eps}", p.norm_eps is not None), (p.gated, p.gated),
                (p.y_type, p.y_type), (p.float_type, p.float_type != "bf16"),
                (f"x{p.x_stride}", p.x_stride not in (0, p.k)), (f"e{p.experts}of{p.choices}", p.experts),
-               ("shared", p.experts and p.shared))
+               ("shared", p.experts and p.shared), ("by_row", dict(constants)["BY_ROW"]))
     words += [word for word, used in options if used]
     kernel = GpuKernel(symbol("linear", *words), MODULE, "linear", parameters, constants, tile.warps, tile.stages)
     if tile.splits == 1:
@@ -321,5 +321,6 @@ def _parameters(p: Problem, form: Format, tile: Tile,
         "EPS": p.norm_eps or 0.0, "TO": p.y_type or p.float_type, "BM": tile.tokens, "BN": tile.features,
         "BK": tile.channels, "SPLITS": tile.splits, "X_TMA": tile.tma and not p.experts,
         "W_TMA": tile.tma, "EXPERTS": p.experts, "SHARE": p.choices if p.shared else 1,
-        "STEPS": p.experts.bit_length() + 1, "SPECIALIZE": tile.specialize}
+        "STEPS": p.experts.bit_length() + 1, "BY_ROW": p.experts > 0 and row_tiles(p, tile.tokens) == p.num_rows,
+        "SPECIALIZE": tile.specialize}
     return arguments(wanted, constants)

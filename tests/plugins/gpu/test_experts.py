@@ -74,13 +74,17 @@ def test_sorting(interpreter: Interpreter, tokens: int, more: int, block: int | 
 @pytest.mark.parametrize("tile", [Tile(32, 16, 128, splits=2), Tile(32, 16, 128), Tile(32, 16, 128, tma=True)],
                          ids=["split", "whole", "tma"])
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "own"])
-def test_grouped_matrices(interpreter: Interpreter, form: str, activation: str, tile: Tile, shared: bool) -> None:
+@pytest.mark.parametrize(("tokens", "experts"), [(23, 4), (3, 9)], ids=["many", "few"])
+def test_grouped_matrices(interpreter: Interpreter, form: str, activation: str, tile: Tile, shared: bool, tokens: int,
+                          experts: int) -> None:
+    """Of few tokens there are fewer rows than experts, most of which get none."""
     rng = np.random.default_rng(2)
-    tokens, choices, experts, n, k = 23, 2, 4, 48, 256
+    choices, n, k = 2, 48, 256
     gated = "silu" if shared else ""
     height = n * (2 if gated else 1)
     packs = [pack(rng.standard_normal((height, k)).astype(np.float32), FORMATS[form]) for _ in range(experts)]
-    ids = np.stack([rng.permutation([0, 2, 3])[:choices] for _ in range(tokens)]).astype(np.int32)  # 1 gets none
+    used = [0, 2, experts - 1]
+    ids = np.stack([rng.permutation(used)[:choices] for _ in range(tokens)]).astype(np.int32)
     p = Problem(tokens + 1, n, k, form, activation, "fp32", token_scales=activation in ("fp8", "int8"), gated=gated,
                 bias=True, experts=experts, choices=choices, shared=shared)
     rows = (tokens + 1) * (1 if shared else choices)
