@@ -55,7 +55,7 @@ class ServerContext:
     Belongs to the loop that runs when it is made; its methods are called there.
 
     swapper  loads other engines; None: this server keeps the one it has
-    swaps    how often engines were asked to take over, by what came of it (swap.RESULTS)
+    swaps    how often engines were asked to take over, by what came of it (RESULTS of swap_outcome.py)
     """
 
     def __init__(self, engine: ServedEngine, model_name: str, settings: ServerSettings) -> None:

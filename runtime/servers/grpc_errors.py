@@ -13,7 +13,7 @@ from ..executor.request import Draining, EngineFailed, QueueFull
 from ..self_test import SelfTestFailed
 from ..store.policy import EngineRefused
 from ..store.store import NotInStore
-from .swap_errors import NotServing, OtherTokenizer
+from .swap_outcome import NotServing, OtherTokenizer
 
 if TYPE_CHECKING:
     from grpc.aio import ServicerContext as Call

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..executor.recorder import Histogram, Recorder
-from .swap import RESULTS
+from .swap_outcome import RESULTS
 
 if TYPE_CHECKING:
     from ..executor.stats import EngineStats

@@ -24,7 +24,7 @@ from ..store.locate import locate
 from ..store.policy import EngineRefused
 from ..store.store import NotInStore, Store
 from .served import ServedEngine
-from .swap_errors import NotServing, OtherTokenizer
+from .swap_outcome import NotServing, OtherTokenizer
 from .tokenizer_archive import tokenizer_archive
 
 if TYPE_CHECKING:
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from ..executor.loading import EngineOptions
     from .context import ServerContext
 
-RESULTS = ("done", "unchanged", "refused", "no_room", "self_test_failed", "failed", "bad_lock")
-"""refused: not found, not allowed, not fitting; failed: it could not be loaded; bad_lock: see follow.py."""
 Phase = Literal["idle", "checking", "loading"]
 Kind = Literal["recorded", "smoke", "returned", "none"]
 MAX_HISTORY = 100
