@@ -90,10 +90,9 @@ def _step(forward: Any, ids: Any, cache: Any, position: int) -> Any:
     import torch
 
     positions = torch.arange(position, position + ids.shape[1], device=ids.device)
-    given = {"input_ids": ids, "past_key_values": cache, "use_cache": True, "position_ids": positions[None],
-             "cache_position": positions, "logits_to_keep": 1}
     target = getattr(forward, "_torchdynamo_orig_callable", forward)
     accepted = inspect.signature(target).parameters
-    open_ended = any(p.kind == inspect.Parameter.VAR_KEYWORD for p in accepted.values())
-    return forward(**{name: value for name, value in given.items() if name in accepted or (
-        open_ended and name == "cache_position")}).logits
+    cache_name = "cache" if "cache" in accepted else "past_key_values"
+    given = {"input_ids": ids, cache_name: cache, "use_cache": True, "position_ids": positions[None],
+             "cache_position": positions, "logits_to_keep": 1}
+    return forward(**{name: value for name, value in given.items() if name in accepted}).logits
