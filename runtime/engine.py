@@ -29,6 +29,7 @@ from .kv import KvCache, KvSequence
 from .kv_memory import kv_cache_tokens as tokens_in_free_memory
 from .kv_memory import most_useful_tokens
 from .program import Limits, Program, step_logits
+from .prompt import encode
 from .sampling import SamplingParams
 from .sampling_inputs import Float32Array
 from .scheduler import Scheduler, SchedulerSettings
@@ -105,7 +106,8 @@ class Engine:
 
     @classmethod
     def load(cls, engine: str | os.PathLike[str], *, device: str | None = None, kv_cache_tokens: int | None = None,
-             num_workers: int | None = None, store: str | os.PathLike[str] | None = None) -> Self:
+             num_workers: int | None = None, store: str | os.PathLike[str] | None = None,
+             encodes: bool = True) -> Self:
         """Load an engine: a file, a name in the store, or the start of a hash.
 
         device           by default what it was built for; "emulator" runs an engine for GPUs on the CPU, very slowly
@@ -113,6 +115,7 @@ class Engine:
                          longest sequences, within half of the available memory, or 0.9 of a GPU's.
         num_workers      threads of a CPU engine; by default one a core that this process may use
         store            folder of the engine store; by default $INGOT_STORE, else engines/
+        encodes          False: prompts are going to be token ids; the tokenizer is read when a text comes nevertheless
         Raises RequestError (EngineFormatError, EngineMismatch, NoGpu) or WorkFailed.
         """
         file = open_engine(engine, store)
@@ -122,7 +125,7 @@ class Engine:
                 tokens = tokens_in_free_memory(file.manifest, default_fraction(file, device),
                                                available_bytes=lambda: free_bytes(file, device))
                 tokens = min(tokens, most_useful_tokens(file.manifest))
-            loaded = cls(file, load_program(file, tokens, num_workers, device=device), Tokenizer.of(file))
+            loaded = cls(file, load_program(file, tokens, num_workers, device=device), Tokenizer.of(file, not encodes))
             return_free_memory()  # loading parses much JSON: what it leaves would stay for as long as the engine serves
             return loaded
         except BaseException:
@@ -266,21 +269,9 @@ class Engine:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt in any of its forms; checked as `generate` does."""
-        if isinstance(prompt, str):
-            return self._checked_ids(self._need_tokenizer("a text").encode(prompt))
-        if len(prompt) and isinstance(prompt[0], Mapping):
-            tokenizer = self._need_tokenizer("a chat")
-            if not tokenizer.has_chat_template:
-                raise PromptError(f"{self.file.path} has no chat template; give it a text instead of messages")
-            # The template writes BOS and its like itself.
-            text = tokenizer.chat(prompt)  # type: ignore[arg-type]  # all messages, as render checks
-            return self._checked_ids(tokenizer.encode(text, add_special_tokens=False))
+        if isinstance(prompt, str) or (len(prompt) and isinstance(prompt[0], Mapping)):
+            return self._checked_ids(encode(prompt, self.tokenizer, self.file.path))  # type: ignore[arg-type]
         return self._checked_ids(prompt)  # type: ignore[arg-type]  # all integers, as is checked there
-
-    def _need_tokenizer(self, what: str) -> Tokenizer:
-        if self.tokenizer is None:
-            raise PromptError(f"{self.file.path} has no tokenizer: the prompt must be token ids, got {what}")
-        return self.tokenizer
 
     def _checked_ids(self, ids: Sequence[int]) -> list[int]:
         for index, token in enumerate(ids):

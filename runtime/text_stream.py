@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -34,13 +34,13 @@ class TokenTexts(dict[int, str | bytes]):
     Filled as tokens come up. blanks: how many leading blanks a text loses at its very beginning.
     """
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, decoder: _PerToken, skip_special_tokens: bool) -> None:
+    def __init__(self, name: Callable[[int], str | None], decoder: _PerToken, skipped: frozenset[int]) -> None:
+        """name: of a token in the vocabulary; skipped: tokens that add nothing."""
         super().__init__()
         self.blanks = decoder.blanks
-        self._name = tokenizer.id_to_token
+        self._name = name
         self._bytes = decoder.token_bytes
-        added = tokenizer.get_added_tokens_decoder() if skip_special_tokens else {}
-        self._skipped = frozenset(token for token, entry in added.items() if entry.special)
+        self._skipped = skipped
 
     def __missing__(self, token: int) -> str | bytes:
         name = None if token in self._skipped else self._name(token)
@@ -126,8 +126,42 @@ class _PerToken:
 
 def token_texts(tokenizer: tokenizers.Tokenizer, skip_special_tokens: bool) -> TokenTexts | None:
     """The table of a tokenizer; None if its decoder writes a token in more than one way."""
-    decoder = None if tokenizer.decoder is None else _per_token(json.loads(tokenizer.decoder.__getstate__()))
-    return None if decoder is None else TokenTexts(tokenizer, decoder, skip_special_tokens)
+    decoder = _decoder_of(tokenizer)
+    if decoder is None:
+        return None
+    skipped = _special(tokenizer) if skip_special_tokens else frozenset()
+    return TokenTexts(tokenizer.id_to_token, decoder, skipped)
+
+
+def vocabulary(tokenizer: tokenizers.Tokenizer) -> dict[str, Any] | None:
+    """As JSON, what the tables of a tokenizer are made of: reading it takes a small part of the time that reading the
+    tokenizer takes. None if it has no table.
+
+    decoder  as in tokenizer.json; names: of all tokens by their id, null where there is none; special: ids
+    """
+    if _decoder_of(tokenizer) is None:
+        return None
+    last = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+    return {"decoder": json.loads(tokenizer.decoder.__getstate__()), "special": sorted(_special(tokenizer)),
+            "names": [tokenizer.id_to_token(token) for token in range(last + 1)]}
+
+
+def texts_of_vocabulary(vocabulary: Mapping[str, Any], skip_special_tokens: bool) -> TokenTexts | None:
+    """The table of the tokenizer that `vocabulary` was made of. Raises KeyError or TypeError for what is none."""
+    decoder, names = _per_token(vocabulary["decoder"]), vocabulary["names"]
+
+    def name(token: int) -> str | None:
+        return names[token] if 0 <= token < len(names) else None
+    return None if decoder is None else TokenTexts(
+        name, decoder, frozenset(vocabulary["special"] if skip_special_tokens else ()))
+
+
+def _decoder_of(tokenizer: tokenizers.Tokenizer) -> _PerToken | None:
+    return None if tokenizer.decoder is None else _per_token(json.loads(tokenizer.decoder.__getstate__()))
+
+
+def _special(tokenizer: tokenizers.Tokenizer) -> frozenset[int]:
+    return frozenset(token for token, entry in tokenizer.get_added_tokens_decoder().items() if entry.special)
 
 
 def _per_token(spec: dict[str, Any]) -> _PerToken | None:

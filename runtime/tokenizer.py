@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from .engine_file import EngineFile
 from .engine_format import EngineFormatError
-from .text_stream import TableStream, TextStream, TokenTexts, WindowStream, token_texts
+from .text_stream import TableStream, TextStream, TokenTexts, WindowStream, texts_of_vocabulary, token_texts
 
 if TYPE_CHECKING:
+    import tokenizers
+
     from .chat_template import ChatTemplate, Message
 
 FOLDER = "tokenizer/"
-TOKENIZER, CHAT_TEMPLATE, CONFIG = (FOLDER + name for name in ("tokenizer.json", "chat_template.jinja", "config.json"))
+TOKENIZER, CHAT_TEMPLATE, CONFIG, VOCABULARY = (
+    FOLDER + name for name in ("tokenizer.json", "chat_template.jinja", "config.json", "vocabulary.json"))
 
 # Normalization shortens a text where it composes characters; no script loses three quarters by it.
 _MOST_SHORTENING = 4
@@ -27,28 +30,46 @@ class Tokenizer:
     stop_token_ids  the tokens that the model ends its answers with
     """
 
-    def __init__(self, tokenizer_json: bytes, config: Mapping[str, Any], chat_template: str | None = None) -> None:
-        """Raises EngineFormatError if tokenizer_json is none."""
+    def __init__(self, tokenizer_json: bytes | Callable[[], bytes], config: Mapping[str, Any],
+                 chat_template: str | None = None, vocabulary: Callable[[], bytes] | None = None) -> None:
+        """tokenizer_json: if it is a function, it is read when a text is first encoded; that takes a tenth of a second
+        for a usual vocabulary. vocabulary: the member of that name, so that answers need no more.
+
+        Raises EngineFormatError if tokenizer_json is none; where it is read later, then.
+        """
+        self._source = tokenizer_json
+        self._chat_template = chat_template
+        self._vocabulary = vocabulary
+        self._texts: dict[bool, TokenTexts | None] = {}
+        self._special_tokens = dict(config.get("special_tokens", {}))
+        if isinstance(tokenizer_json, bytes):
+            self._tokenizer  # noqa: B018 (so that errors show now)
+
+    @cached_property
+    def _tokenizer(self) -> tokenizers.Tokenizer:
         import tokenizers  # here, because an engine can be inspected and verified without it
 
+        data = self._source if isinstance(self._source, bytes) else self._source()
+        self._source = b""
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(tokenizer_json)
+            tokenizer = tokenizers.Tokenizer.from_buffer(data)
         except Exception as error:  # the package raises nothing more specific
             raise EngineFormatError(f"{TOKENIZER}: {error}") from None
         # Settings of training that some checkpoints leave in the file.
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
-        self._chat_template = chat_template
-        self._texts: dict[bool, TokenTexts | None] = {}
-        self._special_tokens = dict(config.get("special_tokens", {}))
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        return tokenizer
 
     @classmethod
-    def of(cls, engine: EngineFile) -> Tokenizer | None:
-        """The tokenizer of an engine; None if it has none and takes token ids only."""
+    def of(cls, engine: EngineFile, when_needed: bool = False) -> Tokenizer | None:
+        """The tokenizer of an engine; None if it has none and takes token ids only. when_needed: read no more than
+        answers need; the engine must stay open."""
         if TOKENIZER not in engine.sizes:
             return None
         template = engine.read(CHAT_TEMPLATE).decode() if CHAT_TEMPLATE in engine.sizes else None
-        return cls(engine.read(TOKENIZER), read_config(engine), template)
+        vocabulary = partial(engine.read, VOCABULARY) if VOCABULARY in engine.sizes and when_needed else None
+        source = partial(engine.read, TOKENIZER) if when_needed else engine.read(TOKENIZER)
+        return cls(source, read_config(engine), template, vocabulary)
 
     def to_json(self) -> str:
         """What it was made of, in the format of the package tokenizers."""
@@ -96,8 +117,19 @@ class Tokenizer:
 
     def _table(self, skip_special_tokens: bool) -> TokenTexts | None:
         if skip_special_tokens not in self._texts:
-            self._texts[skip_special_tokens] = token_texts(self._tokenizer, skip_special_tokens)
+            if self._vocabulary is not None and "_tokenizer" not in self.__dict__:
+                texts = self._vocabulary_texts(skip_special_tokens)
+            else:
+                texts = token_texts(self._tokenizer, skip_special_tokens)
+            self._texts[skip_special_tokens] = texts
         return self._texts[skip_special_tokens]
+
+    def _vocabulary_texts(self, skip_special_tokens: bool) -> TokenTexts | None:
+        assert self._vocabulary is not None
+        try:
+            return texts_of_vocabulary(json.loads(self._vocabulary()), skip_special_tokens)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise EngineFormatError(f"{VOCABULARY}: malformed: {error!r}") from None
 
     @property
     def has_chat_template(self) -> bool:

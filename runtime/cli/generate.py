@@ -1,6 +1,7 @@
 """ingot generate ENGINE "prompt": one request, tokens as they come."""
 
 import argparse
+import gc
 import resource
 import sys
 import time
@@ -8,11 +9,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..errors import RequestError
-from .engine_options import add_device_argument, add_engine_argument
+from .beside import Beside
+from .engine_options import add_device_argument, add_engine_argument, open_engine
 from .output import print_json, size
 
 if TYPE_CHECKING:
     from ..engine import Engine, Piece
+    from ..tokenizer import Tokenizer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +46,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    gc.disable()  # while modules and a plan are read there is nothing to collect, and much to look through
+    try:
+        return _run(arguments)
+    finally:
+        gc.enable()
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    beside = Beside.start(lambda: _token_ids(arguments, text))
     from ..engine import Engine
     from ..sampling import SamplingParams
 
@@ -54,9 +67,12 @@ def run(arguments: argparse.Namespace) -> int:
     ).seeded()
     begin = time.perf_counter()
     with Engine.load(arguments.engine, device=arguments.device, kv_cache_tokens=arguments.kv_cache_tokens,
-                     num_workers=arguments.num_workers, store=arguments.store) as engine:
+                     num_workers=arguments.num_workers, store=arguments.store, encodes=beside is None) as engine:
         loaded = time.perf_counter()
-        token_ids = engine.encode(_prompt(arguments, engine))
+        gc.enable()
+        token_ids = beside.result() if beside is not None else None
+        if token_ids is None:  # without a process of its own, or for the error that it met
+            token_ids = engine.encode(_prompt(arguments, text, engine.tokenizer))
         pieces, times = _answer(engine.stream(token_ids, params), not arguments.json)
         facts = _facts(engine, len(token_ids), pieces, [loaded - begin, *(moment - loaded for moment in times)])
     if arguments.json:
@@ -66,9 +82,18 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _prompt(arguments: argparse.Namespace, engine: "Engine") -> Any:
-    text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
-    has_template = engine.tokenizer is not None and engine.tokenizer.has_chat_template
+def _token_ids(arguments: argparse.Namespace, text: str) -> list[int]:
+    """Of the prompt, from the engine's file alone."""
+    from ..prompt import encode
+    from ..tokenizer import Tokenizer
+
+    with open_engine(arguments) as file:
+        tokenizer = Tokenizer.of(file)
+        return encode(_prompt(arguments, text, tokenizer), tokenizer, file.path)
+
+
+def _prompt(arguments: argparse.Namespace, text: str, tokenizer: "Tokenizer | None") -> Any:
+    has_template = tokenizer is not None and tokenizer.has_chat_template
     if arguments.raw or not (has_template or arguments.chat):
         if arguments.system is not None:
             raise RequestError("--system needs a chat; leave out --raw, or use an engine that has a chat template")
