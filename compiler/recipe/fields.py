@@ -61,6 +61,10 @@ _SHARED: Mapping[str, Field] = {
                          "relative to the recipe. Default: one that ships with the compiler."),
     "quantization_method": Field("text", "How weights of 4 bits are rounded; default: what errs least, layer by layer.",
                                  choices=tuple(METHODS)),
+    "tuning_records": Field("text", "What ingot tune has measured: which kernels of a CPU target are the fastest; "
+                            "relative to the recipe."),
+    "self_test": Field("flag", "Run the engine on this machine and record in it what it answers, for servers to ask "
+                       "again before it takes over."),
     "compiler": Field("text", "C compiler of CPU targets: the pinned zig (default), or this machine's cc.",
                       choices=("zig", "cc")),
 }

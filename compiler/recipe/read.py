@@ -11,7 +11,8 @@ import yaml
 from ..build import BuildRequest, ranks_suffix
 from .fields import RECIPE, BadRecipe, check
 
-_SHARED = ("tensor_parallel", "kv_precision", "calibrate", "calibration", "quantization_method", "compiler")
+_SHARED = ("tensor_parallel", "kv_precision", "calibrate", "calibration", "quantization_method",
+           "tuning_records", "compiler", "self_test")
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,9 @@ class Recipe:
         for number, matrix in enumerate(self.entries["builds"]):
             shared = {key: matrix.get(key, self.entries.get(key)) for key in _SHARED}
             chosen = {key: value for key, value in shared.items() if value is not None}
-            if "calibration" in chosen:
-                chosen["calibration"] = self.path.parent / Path(chosen["calibration"]).expanduser()
+            for key in ("calibration", "tuning_records"):
+                if key in chosen:
+                    chosen[key] = self.path.parent / Path(chosen[key]).expanduser()
             limits = {**self.entries.get("limits", {}), **matrix.get("limits", {})}
             layers = {**self.entries.get("layers", {}), **matrix.get("layers", {})}
             quality = {**self.entries.get("quality", {}), **matrix.get("quality", {})}

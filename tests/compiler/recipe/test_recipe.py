@@ -39,6 +39,16 @@ def test_a_matrix(tmp_path: Path) -> None:
     assert asked[-1].kv_precision == "fp8" and asked[-1].max_seq_len == 64
 
 
+def test_files_are_relative_to_the_recipe(tmp_path: Path) -> None:
+    recipe = read_recipe(written(tmp_path, {
+        "model": "org/tiny", "tuning_records": "x.json", "builds": [
+            {"targets": ["cpu"], "precisions": ["int8"]},
+            {"targets": ["cpu"], "precisions": ["w4a8"], "tuning_records": "/there/y.json", "calibration": "z.txt"}]}))
+    first, second = recipe.requests(tmp_path)
+    assert first.tuning_records == tmp_path / "x.json" and first.calibration is None
+    assert second.tuning_records == Path("/there/y.json") and second.calibration == tmp_path / "z.txt"
+
+
 def test_gates(tmp_path: Path) -> None:
     """A build's go over the recipe's, the command line's over both."""
     recipe = read_recipe(written(tmp_path, {
