@@ -21,7 +21,7 @@ from .quality import Scorer, engine_scorer, reference_scorer
 from .reference_model import ReferenceModel
 from .tokenizer import TOKENIZER
 
-NUM_TOKENS = 3_000
+NUM_TOKENS = 6_000
 WINDOW = 256
 """Tokens that a model reads at a time: the logits of a window are in memory together."""
 
@@ -163,7 +163,7 @@ def measure_quality(engine: Engine, reference: ReferenceModel,
     size = window - len(prefix)
     if size < 2:
         raise RequestError(f"sequences of {window} tokens are too short to measure quality by")
-    sums = _Sums()
+    sums = QualitySums()
     score, expect = engine_scorer(engine), reference_scorer(reference)
     for begin in range(0, len(tokens), size):
         progress(begin, len(tokens))
@@ -195,7 +195,7 @@ def _layer_errors(engine: Engine, reference: ReferenceModel, ids: Sequence[int])
 
 
 @dataclass
-class _Sums:
+class QualitySums:
     """Over the tokens that were predicted: negative log-likelihoods, KL divergences, equal best tokens."""
 
     nll: float = 0.0

@@ -14,6 +14,7 @@ from .cache.calibration import Calibration, InputsOfModel, calibrated
 from .cache.packed_weights import packed
 from .cache.tensor_digests import checkpoint_digest, tensor_digests
 from .calibration.record import METHODS, calibration_record
+from .calibration.smooth import column_scale
 from .calibration.text import default_text, read_text
 from .checkpoint.checkpoint import Checkpoint
 from .clock import Clock
@@ -46,12 +47,14 @@ def write_weights(writer: EngineWriter, weights: Sequence[PackedWeight], checkpo
     size = sum(weight.size_bytes for weight in weights)
     with clock.stage("read", f"digests of {len(checkpoint.names())} tensors"):
         digests = tensor_digests(checkpoint, cache)
-    calibration, grids = Calibration(), [weight for weight in weights if weight.group]
+    calibration = Calibration()
+    grids = [weight for weight in weights if weight.group or column_scale(weight) is not None]
     if rounding.method != "rtn" and grids:
         with clock.stage("calibrate", "rounding errors of the weights"):
             inputs = InputsOfModel(checkpoint, digests, tokenizer, text, cache,
                                    lambda detail: clock.progress("calibrate", detail))
-            calibration = calibrated(checkpoint, weights, inputs)
+            calibration = calibrated(checkpoint, weights, inputs, rounding.method,
+                                     lambda detail: clock.progress("calibrate", detail))
     # Weights that would push everything else out of the cache are not kept in it.
     keeping = cache if cache is not None and size <= cache.limit_bytes // 2 else None
     written = {}
@@ -69,6 +72,7 @@ def write_weights(writer: EngineWriter, weights: Sequence[PackedWeight], checkpo
     return WrittenWeights(written, checkpoint_digest(digests), num_calibrated, record,
                           (*calibration.warnings, *_experts_warning(small)))
 
+    text = default_text() if rounding.text is None else read_text(rounding.text)
 
     text = default_text() if rounding.text is None else read_text(rounding.text)
 def _experts_warning(weights: Sequence[PackedWeight]) -> list[str]:

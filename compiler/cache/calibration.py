@@ -6,6 +6,7 @@ are named for the checkpoint, its tokenizer and the text, not for what the build
 """
 from __future__ import annotations
 
+import hashlib
 import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -18,15 +19,20 @@ import numpy as np
 from ingot.runtime.errors import WorkFailed
 
 from ..calibration.calibrate import Reading, config_entries, is_rounded, reading, run
+from ..calibration.scaled_source import ScaledSource
+from ..calibration.smooth import Choice, choose, column_scale, spread
 from ..calibration.statistics import InputStatistics
 from ..calibration.text import CalibrationText
 from ..checkpoint.checkpoint import Checkpoint
+from ..weights.evaluate import TensorSource
+from ..weights.expr import input_scales
 from ..weights.packed import Moments, PackedWeight
 from .build_cache import BuildCache
 from .keys import key, library_versions, source_digest
 from .tensor_digests import checkpoint_digest
 
-_SOURCES = ("compiler/calibration", "compiler/checkpoint", "compiler/importer/importer.py",
+_SOURCES = ("compiler/calibration/calibrate.py", "compiler/calibration/gather.py",
+            "compiler/calibration/statistics.py", "compiler/calibration/streamed.py", "compiler/checkpoint", "compiler/importer/importer.py",
             "compiler/importer/export.py", "compiler/importer/parameters.py", "compiler/weights/evaluate.py")
 
 
@@ -117,50 +123,88 @@ class Calibration:
     """How the weights of an engine are rounded.
 
     inputs    None if no weight is rounded for its inputs
-    methods   name of a packed weight of four bits -> "rtn" or "gptq"
+    choices   name of a packed weight -> its method and scales; a weight that is not there is rounded to nearest
+    parameters  name of a packed weight -> the parameter whose statistics are those of its inputs
+    scales    see scaled_source.ScaledSource
     warnings  what is rounded to nearest although it was asked otherwise, and why
     """
 
     inputs: InputsOfModel | None = None
-    methods: Mapping[str, str] = field(default_factory=dict)
+    choices: Mapping[str, Choice] = field(default_factory=dict)
     parameters: Mapping[str, str] = field(default_factory=dict)
+    scales: Mapping[str, np.ndarray] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
-    def key(self, name: str) -> Any:
-        """What a packed weight depends on besides its recipe; None if on nothing."""
-        if self.inputs is None or self.methods.get(name, "rtn") == "rtn":
-            return None
-        return [self.inputs.key, self.methods[name]]
+    def method(self, weight: PackedWeight) -> str:
+        return self.choices[weight.name].method if weight.name in self.choices else "rtn"
 
-    def moments(self, name: str) -> Moments | None:
-        """Of a packed weight's inputs; None if it is rounded to nearest."""
-        if self.key(name) is None:
+    def source(self, checkpoint: Checkpoint) -> TensorSource:
+        """What weights are evaluated from."""
+        return ScaledSource(checkpoint, self.scales) if self.scales else checkpoint
+
+    def key(self, weight: PackedWeight) -> Any:
+        """What a packed weight depends on besides its recipe and the checkpoint; None if on nothing."""
+        scales = {part.attr("name"): hashlib.sha256(self.scales[part.attr("name")].tobytes()).hexdigest()
+                  for part in input_scales(weight.expr) if part.attr("name") in self.scales}
+        method = self.method(weight) if self.inputs is not None else "rtn"
+        if method == "rtn" and not scales:
             return None
-        inputs, parameter = self.inputs, self.parameters[name]
-        assert inputs is not None
+        return [method, scales, self.inputs.key if method != "rtn" and self.inputs is not None else ""]
+
+    def moments(self, weight: PackedWeight) -> Moments | None:
+        """Of a packed weight's inputs; None if it is rounded to nearest."""
+        if self.inputs is None or self.method(weight) == "rtn":
+            return None
+        inputs, parameter, method = self.inputs, self.parameters[weight.name], self.method(weight)
+        scale = column_scale(weight)
+        values = self.scales.get(scale.attr("name")) if scale is not None else None
 
         def of(expert: int) -> Sequence[np.ndarray] | None:
             found = inputs.statistics(f"{parameter}[{expert}]")
-            return None if found is None else found.blocks
+            if found is not None and scale is not None and values is not None:
+                found = found.scaled(1 / spread(values, scale, found.width))
+            if found is None:
+                return None
+            return found.blocks if "gptq" in method else (found.mean_square,)
         return of
 
 
-def calibrated(checkpoint: Checkpoint, weights: Sequence[PackedWeight], inputs: InputsOfModel) -> Calibration:
-    """Those of four bits that rounding changes are rounded for their inputs, where these are known. The model runs only
-    if there are such, and the cache does not know."""
-    asked = [weight for weight in weights if weight.group]
-    rounded = {weight.name for weight in asked if is_rounded(weight, checkpoint)}
-    if not rounded:
-        return Calibration(methods={weight.name: "rtn" for weight in asked})
-    methods, parameters, missing = {}, {}, []
-    for weight in asked:
+def calibrated(checkpoint: Checkpoint, weights: Sequence[PackedWeight], inputs: InputsOfModel, method: str = "best",
+               progress: Callable[[str], None] = lambda detail: None) -> Calibration:
+    """Weights that rounding changes are rounded for their inputs, where these are known. The model runs only if there
+    are such, and the cache does not know. method: key of record.METHODS."""
+    asked = [weight for weight in weights if weight.group or (column_scale(weight) and method in ("awq", "best"))]
+    rounded = [weight for weight in asked if is_rounded(weight, checkpoint)]
+    choices: dict[str, Choice] = {}
+    parameters: dict[str, str] = {}
+    scales: dict[str, np.ndarray] = {}
+    missing = []
+    groups: dict[str, list[PackedWeight]] = {}
+    for weight in rounded:
         # Merged matrices read the same input.
-        known = [parameter for parameter in weight.parameters if inputs.statistics(f"{parameter}[0]") is not None] \
-            if weight.name in rounded else []
-        methods[weight.name] = "gptq" if known else "rtn"
-        parameters[weight.name] = known[0] if known else ""
-        if weight.name in rounded and not known:
+        known = next((p for p in weight.parameters if inputs.statistics(f"{p}[0]") is not None), None)
+        if known is None:
             missing.append(weight.label)
-    warnings = [f"not calibrated: {len(missing)} of {len(rounded)} weights of 4 bits, such as {missing[0]}; they are "
+            continue
+        scale = column_scale(weight)
+        parameters[weight.name] = known
+        groups.setdefault(weight.name if scale is None else scale.attr("name"), []).append(weight)
+    for number, (name, members) in enumerate(groups.items(), 1):
+        progress(f"rounding of {number} of {len(groups)} groups of matrices")
+        choice = _choice(members, parameters[members[0].name], checkpoint, inputs, method)
+        if choice.scale is not None:
+            scales[name] = choice.scale
+        choices |= {member.name: choice if member.group or choice.scale is not None else Choice("rtn")
+                    for member in members}
+    warnings = [f"not calibrated: {len(missing)} of {len(rounded)} weights, such as {missing[0]}; they are "
                 "rounded to nearest" + (f": {inputs.failure}" if inputs.failure else "")] if missing else []
-    return Calibration(inputs, methods, parameters, tuple(warnings))
+    return Calibration(inputs if rounded else None, choices, parameters, scales, tuple(warnings))
+
+
+def _choice(members: Sequence[PackedWeight], parameter: str, checkpoint: Checkpoint, inputs: InputsOfModel, method: str,
+            ) -> Choice:
+    if len(members[0].expr.shape) == 3:  # experts: each has inputs of its own, and no scale
+        return Choice("awq" if method == "awq" else "gptq")
+    found = inputs.statistics(f"{parameter}[0]")
+    assert found is not None
+    return choose(members, column_scale(members[0]), checkpoint, found, method)

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from .calibration import Calibration
 
 PACKING_SOURCES = ("compiler/checkpoint", "compiler/ir", "compiler/weights", "plugins/gpu/floats.py",
-                   "plugins/linear/compensate.py", "plugins/linear/gpu_formats.py", "plugins/linear/pack.py",
-                   "plugins/linear/quantize_weights.py", "plugins/scheme.py")
+                   "plugins/linear/compensate.py", "plugins/linear/gpu_formats.py", "plugins/linear/grids.py",
+                   "plugins/linear/pack.py", "plugins/linear/quantize_weights.py", "plugins/scheme.py")
 """Everything that decides what the bytes of a packed weight mean."""
 
 
@@ -24,13 +24,13 @@ def packed(weight: PackedWeight, checkpoint: Checkpoint, digests: Mapping[str, s
            cache: BuildCache | None) -> np.ndarray:
     """The blob, u8. digests: of the checkpoint's tensors. Raises what the checkpoint raises."""
     if cache is None:
-        return weight.make(checkpoint, calibration.moments(weight.name))
+        return weight.make(calibration.source(checkpoint), calibration.moments(weight))
     name = key(expr=weight.expr.to_json(), packing=vars(weight.packing),
                tensors={tensor: digests[tensor] for tensor in weight.expr.tensor_names()},
-               calibration=calibration.key(weight.name),
+               calibration=calibration.key(weight),
                versions=library_versions("numpy", "gguf"), sources=source_digest(*PACKING_SOURCES))
     if (data := cache.get("weights", name)) is not None and len(data) == weight.size_bytes:
         return np.frombuffer(data, np.uint8)
-    blob = weight.make(checkpoint, calibration.moments(weight.name))
+    blob = weight.make(calibration.source(checkpoint), calibration.moments(weight))
     cache.put("weights", name, blob.data)
     return blob

@@ -81,9 +81,10 @@ def run(checkpoint: Checkpoint, read: Reading, sink: Sink, progress: Callable[[s
 
 
 def is_rounded(weight: PackedWeight, checkpoint: Checkpoint) -> bool:
-    """Whether its sixteen values change the weights noticeably: told from some rows of the whole."""
+    """Whether its sixteen values change the weights noticeably: told from some rows of the whole. What has more values
+    counts as rounded."""
     if not weight.group:
-        return False
+        return True
     experts = weight.expr.shape[0] if len(weight.expr.shape) == 3 else 0
     rows = experts or weight.expr.shape[0]
     for begin in sorted({rows * part // 4 for part in range(4)}):

@@ -10,12 +10,13 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from .calibrate import Sink
-from .statistics import InputStatistics, block_spans
+from .statistics import SAMPLES, InputStatistics, block_spans
 from .streamed import StreamedModel
 
 MAX_EXPERT_BYTES = 1 << 29
 """Where the experts of a layer together would take more, they share the statistics of all their inputs."""
 
+_SAMPLES_A_WINDOW = 8
 _LINEAR = {"linear"}
 _PRODUCTS = {"matmul", "__matmul__", "mm", "bmm"}
 
@@ -68,6 +69,7 @@ class _Sums:
     blocks: list[torch.Tensor]
     count: int = 0
     names: dict[str, None] = field(default_factory=dict)
+    samples: list[torch.Tensor] = field(default_factory=list)
 
     @staticmethod
     def empty(width: int) -> _Sums:
@@ -81,11 +83,13 @@ class _Sums:
         for block, (begin, end) in zip(self.blocks, block_spans(rows.shape[1]), strict=True):
             part = rows[:, begin:end]
             block.addmm_(part.T, part)
+        if (missing := SAMPLES - sum(map(len, self.samples))) > 0:
+            self.samples.append(rows[::-(-len(rows) // _SAMPLES_A_WINDOW)][:missing].clone())
         self.count += len(rows)
 
     def means(self) -> InputStatistics:
         return InputStatistics(self.amax.numpy(), tuple((block / self.count).numpy() for block in self.blocks),
-                               self.count)
+                               self.count, torch.cat(self.samples).numpy())
 
 
 class _Watch(TorchFunctionMode):

@@ -7,11 +7,14 @@ from typing import Any
 
 METHODS = {
     "rtn": "rounded to nearest",
-    "awq": "inputs scaled (AWQ), rounded to nearest",
+    "awq": "inputs scaled (AWQ, SmoothQuant), rounded to nearest",
     "gptq": "error compensation (GPTQ)",
-    "best": "of plain rounding, scaled inputs (AWQ) and error compensation (GPTQ), what errs least",
+    "best": "whichever of these, or of both together, leaves the least error of a layer's outputs",
 }
-"""Name of a quantization method -> what it is, for people."""
+"""What a user can ask for."""
+
+_TEXTS = {**METHODS, "awq_gptq": "inputs scaled (AWQ) and error compensation (GPTQ)"}
+"""What can become of a weight."""
 
 
 def calibration_record(chosen: Sequence[str], text: str, text_sha256: str, num_tokens: int) -> dict[str, Any]:
@@ -25,6 +28,6 @@ def calibration_record(chosen: Sequence[str], text: str, text_sha256: str, num_t
     numbers = {"num_weights": fitted, "num_not_calibrated": counts["rtn"]}
     if not fitted:
         return {"method": "none", **numbers}
-    return {"method": " and ".join(METHODS[name] for name in METHODS if counts[name] and name != "rtn"),
-            "weights": {name: counts[name] for name in METHODS if counts[name]}, "text": text,
+    return {"method": "; ".join(_TEXTS[name] for name in _TEXTS if counts[name] and name != "rtn"),
+            "weights": {name: counts[name] for name in _TEXTS if counts[name]}, "text": text,
             "text_sha256": text_sha256, "num_tokens": num_tokens, **numbers}

@@ -15,7 +15,9 @@ import numpy as np
 
 MAX_BLOCK = 4096
 _STEPS = np.float32(32767)
-_HEADER = struct.Struct("<QQ")
+_HEADER = struct.Struct("<QQQ")
+
+SAMPLES = 64
 
 
 @dataclass(frozen=True)
@@ -23,11 +25,13 @@ class InputStatistics:
     """amax    float32 [K]: largest absolute value of each channel
     blocks  float32 [k, k] each, symmetric: means of x^T x over consecutive channels, K in all
     count   tokens that were seen
+    rows    float32 [R, K]: some of the inputs as they are, R up to SAMPLES
     """
 
     amax: np.ndarray
     blocks: tuple[np.ndarray, ...]
     count: int
+    rows: np.ndarray
 
     @property
     def width(self) -> int:
@@ -47,10 +51,12 @@ class InputStatistics:
         spans = block_spans(self.width)
         blocks = tuple(block * np.outer(factor[a:b], factor[a:b]).astype(np.float32)
                        for block, (a, b) in zip(self.blocks, spans, strict=True))
-        return InputStatistics((self.amax * np.abs(factor)).astype(np.float32), blocks, self.count)
+        return InputStatistics((self.amax * np.abs(factor)).astype(np.float32), blocks, self.count,
+                               (self.rows * factor).astype(np.float32))
 
     def to_bytes(self) -> bytes:
-        parts = [_HEADER.pack(self.width, self.count), np.ascontiguousarray(self.amax, np.float32).tobytes()]
+        head = _HEADER.pack(self.width, self.count, len(self.rows))
+        parts = [head, self.amax.astype(np.float32).tobytes(), self.rows.astype(np.float32).tobytes()]
         for block in self.blocks:
             diagonal = np.maximum(np.diagonal(block), 0).astype(np.float32)
             root = np.sqrt(diagonal)
@@ -64,12 +70,15 @@ class InputStatistics:
     @staticmethod
     def from_bytes(data: bytes) -> InputStatistics:
         """Raises ValueError for data of another length."""
-        width, count = _HEADER.unpack_from(data)
+        width, count, num_rows = _HEADER.unpack_from(data)
         spans = block_spans(width)
-        expected = _HEADER.size + 4 * width + sum(4 * (b - a) + (b - a) * (b - a - 1) for a, b in spans)
+        of_blocks = sum(4 * (b - a) + (b - a) * (b - a - 1) for a, b in spans)
+        expected = _HEADER.size + 4 * width * (1 + num_rows) + of_blocks
         if len(data) != expected:
             raise ValueError(f"statistics of {width} channels take {expected} bytes, got {len(data)}")
         amax, at = np.frombuffer(data, np.float32, width, _HEADER.size), _HEADER.size + 4 * width
+        rows = np.frombuffer(data, np.float32, width * num_rows, at).reshape(num_rows, width)
+        at += 4 * width * num_rows
         blocks = []
         for begin, end in spans:
             size = end - begin
@@ -83,7 +92,7 @@ class InputStatistics:
                 at += 2 * rest
             np.fill_diagonal(block, diagonal)
             blocks.append(block)
-        return InputStatistics(amax, tuple(blocks), count)
+        return InputStatistics(amax, tuple(blocks), count, rows)
 
 
 def block_spans(width: int) -> list[tuple[int, int]]:

@@ -31,6 +31,7 @@ from .raise_norms import raise_norms
 from .raise_rope import raise_rope
 from .scale_embedding import scale_embedding
 from .shard import shard_graph
+from .smooth_inputs import smooth_inputs
 from .split_input_scales import split_input_scales
 from .strided import accepts_strided, gpu_accepts_strided
 
@@ -53,6 +54,7 @@ def cpu_pipeline(precision: Precision, kv: str, stored: Mapping[str, str] | None
         ("gather_logits", gather_logits),
         ("assign_precision", partial(assign_precision, precision=precision, stored=stored)),
         ("split_input_scales", split_input_scales),
+        ("smooth_inputs", smooth_inputs),
         ("merge_linears", merge_linears),
         ("place_kv", partial(place_kv, kv_dtype=KV_DTYPES[kv])),
         ("fuse_rope_kv_write", fuse_rope_kv_write),
@@ -81,6 +83,7 @@ def gpu_pipeline(precision: Precision, kv: str, stored: Mapping[str, str] | None
         ("gather_logits", gather_logits),
         ("assign_precision", partial(assign_precision, precision=precision, stored=stored)),
         ("split_input_scales", split_input_scales),
+        ("smooth_inputs", smooth_inputs),
         *divide,
         ("merge_linears", merge_linears),
         ("fuse_gate", fuse_gate),

@@ -68,6 +68,8 @@ def _evaluate(expr: WeightExpr, source: TensorSource, done: dict[WeightExpr, tup
         return _read(expr, source, 0, None)
     if expr.op == "literal":
         return literal_value(expr)
+    if expr.op == "input_scale":
+        return _input_scale(expr, source)
     attrs = dict(expr.attrs)
     if expr.op == "slice" and attrs["dim"] == 0 and expr.inputs[0].op == "tensor":
         return _read(expr.inputs[0], source, attrs["start"], attrs["stop"])
@@ -80,6 +82,15 @@ def _evaluate(expr: WeightExpr, source: TensorSource, done: dict[WeightExpr, tup
     if len(results) > 1:
         done[whole] = results
     return results[expr.output]
+
+
+def _input_scale(expr: WeightExpr, source: TensorSource) -> np.ndarray:
+    """Of a source that has such; see calibration/scaled_source.py."""
+    of = getattr(source, "input_scale", None)
+    found = of(expr.attr("name")) if of is not None else None
+    if found is None:
+        return np.ones(expr.shape, np.float32)
+    return (1 / found if expr.attr("inverse") else found).astype(np.float32)
 
 
 def _read(expr: WeightExpr, source: TensorSource, begin: int, end: int | None) -> np.ndarray:

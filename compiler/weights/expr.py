@@ -246,6 +246,27 @@ def scale_columns(expr: WeightExpr, scale: WeightExpr, bits: int) -> WeightExpr:
     return apply("scale_columns", (expr, scale), expr.type, bits=bits)
 
 
+def input_scale(name: str, width: int, head: int = 0, inverse: bool = False) -> WeightExpr:
+    """f32 [width]: what calibration chose for the inputs of the layer whose matrix is the parameter `name`, or its
+    inverse; ones where nothing was chosen. A power of two, so that what is multiplied by it keeps its digits.
+
+    head: elements of a head, where heads that share keys and values share their scales too.
+    """
+    return apply("input_scale", (), TensorType((width,), DType.F32), name=name, head=head, inverse=inverse)
+
+
+def input_scales(expr: WeightExpr) -> list[WeightExpr]:
+    """Those in an expression, each once."""
+    found: dict[WeightExpr, None] = {}
+    stack: list[WeightExpr] = [expr]
+    while stack:
+        part = stack.pop()
+        if part.op == "input_scale":
+            found[part] = None
+        stack.extend(reversed(part.inputs))
+    return list(found)
+
+
 def decode(op: str, codes: WeightExpr) -> WeightExpr:
     """op: "e2m1" or "e8m0"; i32 codes -> f32 of the same shape."""
     return apply(op, (codes,), TensorType(codes.shape, DType.F32))

@@ -10,7 +10,7 @@ import numpy as np
 
 from ingot.plugins.linear.compensate import Feedback, feedback
 from ingot.plugins.linear.gpu_schemes import GPU_SCHEMES
-from ingot.plugins.linear.pack import pack, packed_size
+from ingot.plugins.linear.pack import pack, packed_size, unpack
 from ingot.plugins.scheme import BLOCK, PANEL, SCHEMES
 
 from ..ir.types import DType
@@ -83,7 +83,7 @@ class PackedWeight:
         """Channels that share a grid of sixteen values, where the scheme has such; else 0."""
         if self.packing == RAW:
             return 0
-        if self.packing.layout == "rows":
+        if self.packing.layout == ROWS:
             form = GPU_SCHEMES[self.packing.scheme].weights
             return form.channels_per_scale if form.bits == 4 else 0
         return BLOCK if SCHEMES[self.packing.scheme].weight_bits == 4 else 0
@@ -110,6 +110,20 @@ class PackedWeight:
             at += packed.size
         assert at == blob.size, f"{self.label}: packed {at} bytes, expected {blob.size}"
         return blob
+
+    def values(self, source: TensorSource, moments: Moments | None = None) -> np.ndarray:
+        """What the blob is worth, float32 in the shape of the expression: whole in memory."""
+        if self.packing == RAW:
+            return evaluate(self.expr, source)
+        *experts, n, k = self.expr.shape
+        if self.packing.layout == PANELS:
+            blob = self.make(source, moments).reshape(math.prod(experts), -1)
+            matrices = [unpack(part, n, k, SCHEMES[self.packing.scheme]) for part in blob]
+            return np.stack(matrices).reshape(self.expr.shape)
+        scheme, w = GPU_SCHEMES[self.packing.scheme], evaluate(self.expr, source).reshape(-1, n, k)
+        inputs = _inputs(moments, self.group, k) if moments is not None and self.group else None
+        parts = [scheme.stored(part, inputs(expert) if inputs is not None else None) for expert, part in enumerate(w)]
+        return np.stack(parts).reshape(self.expr.shape)
 
 
 @dataclass

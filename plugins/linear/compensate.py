@@ -12,7 +12,7 @@ less in that measure keeps it.
 
 The columns whose inputs are largest go first, while there are many others left to make up for them: whole groups in
 the order of their inputs' mean square, and so the columns within a group. The grid of a group is chosen when it is
-reached.
+reached, for the least error in that measure.
 """
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ _GROUPS_AT_ONCE = 2048
 class FeedbackBlock:
     """begin   of its columns in the matrix, a multiple of the group
     order   int [k]: these columns, counted from begin, in the order in which they are rounded: whole groups
-    matrix  float32 [k, k]: R_ij / R_jj, strictly upper triangular; row and column i are of column order[i]
+    matrix  float32 [k, k]: R_ij / R_jj, strictly upper triangular; row and column i are of column order[i]. Empty:
+            zero
     root    float32 [k]: R_jj
     """
 
@@ -67,7 +68,7 @@ def feedback(moments: Sequence[np.ndarray], group: int) -> Feedback:
 
     To be made once for all rows of all matrices that read these inputs.
     """
-    total = sum(float(np.trace(moment)) for moment in moments)
+    total = sum(float(np.trace(moment) if moment.ndim == 2 else moment.sum()) for moment in moments)
     mean, begin, blocks = total / sum(map(len, moments)), 0, []
     for moment in moments:
         blocks.append(_block(moment, begin, group, DAMPING * mean if mean > 0 else 1.0))
@@ -77,11 +78,14 @@ def feedback(moments: Sequence[np.ndarray], group: int) -> Feedback:
 
 def _block(moment: np.ndarray, begin: int, group: int, damping: float) -> FeedbackBlock:
     k = len(moment)
-    padded = np.zeros((-(-k // group) * group,) * 2)
-    padded[:k, :k] = moment
-    diagonal = np.diagonal(padded).reshape(-1, group)
+    padded = np.zeros((-(-k // group) * group,) * moment.ndim)
+    padded[(slice(k),) * moment.ndim] = moment
+    diagonal = (np.diagonal(padded) if moment.ndim == 2 else padded).reshape(-1, group)
     groups = np.argsort(-diagonal.mean(axis=1), kind="stable")
     order = (groups[:, None] * group + np.argsort(-diagonal[groups], axis=1, kind="stable")).reshape(-1)
+    if moment.ndim == 1:
+        root = np.sqrt(padded[order] + damping).astype(np.float32)
+        return FeedbackBlock(begin, order, np.zeros((0, 0), np.float32), root)
     ordered = padded[np.ix_(order, order)]
     while True:
         ordered.reshape(-1)[::len(ordered) + 1] += damping
@@ -99,7 +103,7 @@ def output_error(error: np.ndarray, inputs: Feedback) -> np.ndarray:
     total = np.zeros(len(error), np.float32)
     for block in inputs.blocks:
         part = error[:, block.begin + block.order]
-        part = (part + part @ block.matrix) * block.root
+        part = (part + part @ block.matrix if block.matrix.size else part) * block.root
         total += np.einsum("nk,nk->n", part, part)
     return total
 
@@ -151,9 +155,15 @@ def _compensated(w: np.ndarray, grid: GridFormat, inputs: Feedback) -> tuple[np.
         error, k = np.zeros_like(columns), len(columns)
         for begin in range(0, k, group):
             end = begin + group
-            wanted = columns[begin:end] + block.matrix[:begin, begin:end].T @ error[:begin]
+            wanted = columns[begin:end]
+            if block.matrix.size:
+                wanted = wanted + block.matrix[:begin, begin:end].T @ error[:begin]
             place = (block.begin + int(block.order[begin])) // group
-            chosen = grids[place] = grid.fit(wanted)
+            chosen = grids[place] = grid.fit(wanted, np.square(block.root[begin:end, None]))
+            if not block.matrix.size:
+                code = grid.nearest(wanted, chosen)
+                codes[block.begin + block.order[begin:end]] = code
+                continue
             for first in range(0, group, _COLUMNS_AT_ONCE):
                 last = min(first + _COLUMNS_AT_ONCE, group)
                 for j in range(first, last):

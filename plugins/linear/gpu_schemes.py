@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..gpu.floats import E2M1_MAX, E4M3_MAX, from_bf16, from_e2m1, from_e4m3, to_bf16
+from .compensate import Feedback
 from .gpu_formats import BLOCK, FORMATS, Format, nvfp4_blocks, pack, unpack, unpack_nibbles
 from .gpu_reference import quantize_groups, quantize_tokens
 
@@ -42,13 +43,13 @@ class GpuScheme:
             return "fp8_block"
         return self.activation if self.activation in QUANTIZED else ""
 
-    def stored(self, w: np.ndarray) -> np.ndarray:
-        """What weights float32 [.., N, K] are worth once they are packed; each matrix for itself."""
+    def stored(self, w: np.ndarray, inputs: Feedback | None = None) -> np.ndarray:
+        """What weights float32 [.., N, K] are worth once they are packed; each matrix for itself. inputs: as pack's."""
         if self.format == "fp32":
             return w
         if w.ndim > 2:
-            return np.stack([self.stored(matrix) for matrix in w])
-        values = unpack(pack(np.ascontiguousarray(w, np.float32), self.weights)).astype(np.float32)
+            return np.stack([self.stored(matrix, inputs) for matrix in w])
+        values = unpack(pack(np.ascontiguousarray(w, np.float32), self.weights, inputs=inputs)).astype(np.float32)
         if self.format == "int4" and self.activation in ("bf16", "fp16"):  # dequantized to that type
             return from_bf16(to_bf16(values)) if self.activation == "bf16" else values.astype(np.float16).astype(
                 np.float32)

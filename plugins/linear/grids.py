@@ -23,8 +23,11 @@ class GridFormat(Protocol):
         """Channels of K that share a grid."""
         ...
 
-    def fit(self, x: np.ndarray) -> Grids:
-        """float32 x [group, n] -> the grids with the least squared error that a short search finds."""
+    def fit(self, x: np.ndarray, weight: np.ndarray | None = None) -> Grids:
+        """float32 x [group, n] -> the grids with the least squared error that a short search finds.
+
+        weight: float32 [group, 1], how much the error of each row of x matters; equally without it.
+        """
         ...
 
     def nearest(self, x: np.ndarray, grids: Grids) -> np.ndarray:
@@ -42,8 +45,25 @@ class MinimumGrid:
 
     group: int = BLOCK
 
-    def fit(self, x: np.ndarray) -> Grids:
-        return fit_w4(x)
+    def fit(self, x: np.ndarray, weight: np.ndarray | None = None) -> Grids:
+        """A straight line through the points (code, weight), once more with what matters most."""
+        plain = fit_w4(x)
+        if weight is None:
+            return plain
+        best, error = plain, _error(self, x, plain, weight)
+        for _ in range(2):
+            codes = nearest_level(x, *best)
+            total = weight.sum()
+            q_mean, x_mean = (weight * codes).sum(axis=0) / total, (weight * x).sum(axis=0) / total
+            spread = (weight * (codes - q_mean) ** 2).sum(axis=0)
+            slope = (weight * (codes - q_mean) * (x - x_mean)).sum(axis=0)
+            step = np.divide(slope, spread, out=plain[0].astype(np.float32), where=spread > 0)
+            tried = _half(step), _half(x_mean - step * q_mean)
+            found = _error(self, x, tried, weight)
+            better = found < error
+            best = tuple(np.where(better, new, old) for new, old in zip(tried, best, strict=True))  # type: ignore
+            error = np.where(better, found, error)
+        return best
 
     def nearest(self, x: np.ndarray, grids: Grids) -> np.ndarray:
         return nearest_level(x, *grids).astype(np.uint8)
@@ -66,25 +86,20 @@ class ZeroGrid:
     group: int
     zero_points: bool = False
 
-    def fit(self, x: np.ndarray) -> Grids:
-        best, scale, zero = np.full(x.shape[1], np.inf, np.float32), None, None
-        for candidate, offset in self._candidates(x):
-            codes = _codes(x, candidate, offset)
-            shifted = codes - offset
-            square = np.einsum("gn,gn->n", shifted, shifted)
-            fitted = np.einsum("gn,gn->n", shifted, x)
-            fitted = np.divide(fitted, square, out=candidate.copy(), where=square > 0)
-            half = np.clip(fitted, -65504, 65504).astype(np.float16)
-            difference = _codes(x, half.astype(np.float32), offset) - offset
-            difference *= half.astype(np.float32)
-            difference -= x
-            error = np.einsum("gn,gn->n", difference, difference)
+    def fit(self, x: np.ndarray, weight: np.ndarray | None = None) -> Grids:
+        best, found = np.full(x.shape[1], np.inf, np.float32), None
+        for candidate, zero in self._candidates(x):
+            shifted = _codes(x, candidate, zero) - zero
+            matters = shifted if weight is None else shifted * weight
+            square, product = np.einsum("gn,gn->n", matters, shifted), np.einsum("gn,gn->n", matters, x)
+            fitted = np.divide(product, square, out=candidate.copy(), where=square > 0)
+            tried = (_half(fitted), zero.astype(np.uint8))[:1 + self.zero_points]
+            error = _error(self, x, tried, weight)
             better = error < best
             best = np.where(better, error, best)
-            scale = np.where(better, half, half if scale is None else scale)
-            zero = np.where(better, offset, offset if zero is None else zero)
-        assert scale is not None and zero is not None
-        return (scale, zero.astype(np.uint8)) if self.zero_points else (scale,)
+            found = tried if found is None else tuple(np.where(better, a, b) for a, b in zip(tried, found, strict=True))
+        assert found is not None
+        return found
 
     def _candidates(self, x: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
         """(scale, zero) to try, float32 [n] each."""
@@ -109,6 +124,16 @@ class ZeroGrid:
         return grids[1].astype(np.float32) if self.zero_points else np.float32(8)  # type: ignore[return-value]
 
 
+def _error(grid: GridFormat, x: np.ndarray, grids: Grids, weight: np.ndarray | None) -> np.ndarray:
+    """Squared error of each group, float32 [n]."""
+    difference = grid.values(grid.nearest(x, grids), grids) - x
+    return np.asarray(np.einsum("gn,gn->n", difference if weight is None else difference * weight, difference))
+
+
+def _half(values: np.ndarray) -> np.ndarray:
+    return np.clip(values, -65504, 65504).astype(np.float16)
+
+
 def _codes(x: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> np.ndarray:
     """float32 0..15."""
     inverse = np.divide(1, scale, out=np.zeros_like(scale), where=scale != 0)
@@ -125,14 +150,14 @@ class E2M1Grid:
     factor: float
     group: int = 16
 
-    def fit(self, x: np.ndarray) -> Grids:
-        """The largest weight becomes the largest value, 6, or the next, 4, whose neighbours are nearer."""
+    def fit(self, x: np.ndarray, weight: np.ndarray | None = None) -> Grids:
+        """The largest weight becomes the largest value, 6, or the next, 4, whose neighbours are nearer, or something
+        between."""
         most = np.abs(x).max(axis=0) / np.float32(self.factor)
         best, scale = np.full(x.shape[1], np.inf, np.float32), np.zeros(x.shape[1], np.uint8)
-        for top in (float(E2M1_MAX), 4.0):
+        for top in (float(E2M1_MAX), 5.0, 4.0) if weight is None else (float(E2M1_MAX), 5.5, 5.0, 4.5, 4.0, 7.0):
             candidate = to_e4m3(most / np.float32(top))
-            difference = self.values(self.nearest(x, (candidate,)), (candidate,)) - x
-            error = np.einsum("gn,gn->n", difference, difference)
+            error = _error(self, x, (candidate,), weight)
             better = error < best
             best, scale = np.where(better, error, best), np.where(better, candidate, scale)
         return (scale,)

@@ -50,9 +50,10 @@ def test_outputs_are_nearer_than_by_plain_rounding(n: int, k: int) -> None:
     assert mean_error(rounded(w, feedback([moment], 32)), w, moment) < 0.3 * plain
 
 
-def test_inputs_that_do_not_vary_together_leave_plain_rounding() -> None:
+def test_inputs_that_do_not_vary_together_gain_next_to_nothing() -> None:
     w, moment = weights(40, 128), np.eye(128, dtype=np.float32)
-    np.testing.assert_array_equal(rounded(w, feedback([moment], 32)), dequantize(w, W4))
+    got, plain = (np.square(v - w).sum(axis=1) for v in (rounded(w, feedback([moment], 32)), dequantize(w, W4)))
+    assert (got <= plain).all() and got.sum() > 0.97 * plain.sum()
 
 
 def test_feedback_is_the_factor_of_the_moment() -> None:
@@ -90,7 +91,8 @@ def test_channels_that_are_never_seen() -> None:
     moment[:, 5] = moment[5] = 0
     got = rounded(w, feedback([moment], 32))
     assert np.isfinite(got).all() and np.abs(got - w)[:, 5].max() < 0.5 < np.abs(got - w).max()
-    np.testing.assert_array_equal(rounded(w, feedback([np.zeros_like(moment)], 32)), dequantize(w, W4))
+    silent = rounded(w, feedback([np.zeros_like(moment)], 32))
+    assert np.square(silent - w).sum() <= np.square(dequantize(w, W4) - w).sum()
 
 
 GRIDS = [MinimumGrid(), ZeroGrid(128), ZeroGrid(64), ZeroGrid(32, zero_points=True), ZeroGrid(128, zero_points=True),
@@ -148,3 +150,15 @@ def test_a_moment_that_is_no_moment_is_damped_until_it_is_one() -> None:
     moment[0, 1] = moment[1, 0] = 3 * np.sqrt(moment[0, 0] * moment[1, 1])
     inputs = feedback([moment], 32)
     assert np.isfinite(inputs.blocks[0].matrix).all() and np.isfinite(rounded(weights(8, 64), inputs)).all()
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_grids_are_chosen_for_what_matters(grid: GridFormat) -> None:
+    """Sizes of the inputs alone: nothing is made up for, but the channels that count are nearer."""
+    w, sizes = weights(24, 256), np.ones(256, np.float32)
+    sizes[::grid.group] = 900
+    inputs = feedback([sizes], grid.group)
+    plain, fitted = (dequantized(*found, grid) - w
+                     for found in (round_plain(w, grid), round_compensated(w, grid, inputs)))
+    assert (output_error(fitted, inputs) <= output_error(plain, inputs) * 1.0001).all()
+    assert output_error(fitted, inputs).sum() < 0.6 * output_error(plain, inputs).sum()

@@ -53,22 +53,22 @@ def test_moments_for_what_four_bits_change(checkpoint: Checkpoint) -> None:
                packed(checkpoint, "w2", (DOWN,), Packing("int8")),
                PackedWeight("w3", literal(np.ones((32, 32), np.float32)), W4A8, "on the grid", ("none",))]
     found = calibrated(checkpoint, weights, inputs(checkpoint))
-    assert found.methods == {"w0": "gptq", "w1": "gptq", "w3": "rtn"} and found.warnings == ()
-    of = found.moments("w0")
+    assert [found.method(weight) for weight in weights] == ["gptq", "gptq", "rtn", "rtn"] and found.warnings == ()
+    of = found.moments(weights[0])
     assert of is not None and of(0)[0].shape == (64, 64)  # type: ignore[index]
-    assert found.moments("w2") is None and found.moments("w3") is None and found.key("w3") is None
+    assert found.moments(weights[2]) is None and found.moments(weights[3]) is None and found.key(weights[3]) is None
 
 
 @pytest.mark.parametrize("packing", [W4A8, Packing("int4", "rows"), Packing("nvfp4", "rows")], ids=str)
 def test_the_moments_change_the_blob(checkpoint: Checkpoint, packing: Packing) -> None:
     weight = packed(checkpoint, "w0", QKV, packing)
-    of = calibrated(checkpoint, [weight], inputs(checkpoint)).moments("w0")
+    of = calibrated(checkpoint, [weight], inputs(checkpoint)).moments(weight)
     assert of is not None and weight.make(checkpoint).tobytes() != weight.make(checkpoint, of).tobytes()
 
 
 def test_the_moments_lower_the_error_of_the_outputs(checkpoint: Checkpoint) -> None:
     weight = packed(checkpoint, "w0", QKV)
-    of = calibrated(checkpoint, [weight], inputs(checkpoint)).moments("w0")
+    of = calibrated(checkpoint, [weight], inputs(checkpoint)).moments(weight)
     w = np.concatenate([checkpoint.get(name) for name in QKV])
     plain, fitted = (unpack(weight.make(checkpoint, given), w.shape[0], w.shape[1], SCHEMES["w4a8"]) - w
                      for given in (None, of))
@@ -77,16 +77,17 @@ def test_the_moments_lower_the_error_of_the_outputs(checkpoint: Checkpoint) -> N
 
 
 def test_without_a_tokenizer(checkpoint: Checkpoint) -> None:
-    found = calibrated(checkpoint, [packed(checkpoint, "w1", (DOWN,))], inputs(checkpoint, {}))
-    assert found.methods == {"w1": "rtn"} and found.warnings[0].endswith("rounded to nearest: there is no tokenizer")
+    weight = packed(checkpoint, "w1", (DOWN,))
+    found = calibrated(checkpoint, [weight], inputs(checkpoint, {}))
+    assert found.method(weight) == "rtn" and found.warnings[0].endswith("rounded to nearest: there is no tokenizer")
 
 
 def test_a_matrix_that_no_layer_multiplies_with_is_named(checkpoint: Checkpoint) -> None:
     weight = packed(checkpoint, "w1", (DOWN,))
     lost = PackedWeight("w2", weight.expr, W4A8, "elsewhere", ("elsewhere.weight",))
     found = calibrated(checkpoint, [weight, lost], inputs(checkpoint))
-    assert found.methods == {"w1": "gptq", "w2": "rtn"} and found.warnings == (
-        "not calibrated: 1 of 2 weights of 4 bits, such as elsewhere; they are rounded to nearest",)
+    assert [found.method(weight), found.method(lost)] == ["gptq", "rtn"] and found.warnings == (
+        "not calibrated: 1 of 2 weights, such as elsewhere; they are rounded to nearest",)
 
 
 def test_one_run_serves_builds_of_every_precision(checkpoint: Checkpoint, tmp_path: Path,
@@ -98,7 +99,8 @@ def test_one_run_serves_builds_of_every_precision(checkpoint: Checkpoint, tmp_pa
     monkeypatch.setattr(module, "run", lambda *arguments: runs.append(arguments))
     weights = [packed(checkpoint, "w5", QKV, Packing("int4", "rows")), packed(checkpoint, "w6", (DOWN,))]
     again = calibrated(checkpoint, weights, inputs(checkpoint, cache=cache))
-    assert not runs and set(again.methods.values()) == {"gptq"} and again.moments("w5")(0) is not None  # type: ignore
+    of = again.moments(weights[0])
+    assert not runs and of is not None and of(0) is not None and again.method(weights[1]) == "gptq"
     calibrated(checkpoint, weights, inputs(checkpoint, cache=cache, text="b " * 90))
     assert len(runs) == 1
 
@@ -118,5 +120,6 @@ def test_inputs_that_are_not_finite_are_left_out(checkpoint: Checkpoint, monkeyp
     plain = module.InputStatistics.from_bytes
     monkeypatch.setattr(module.InputStatistics, "from_bytes",
                         lambda data: replace(plain(data), amax=np.full(96, np.nan, np.float32)))
-    found = calibrated(checkpoint, [packed(checkpoint, "w1", (DOWN,))], inputs(checkpoint))
-    assert found.methods == {"w1": "rtn"} and "1 of 1 weights" in found.warnings[0]
+    weight = packed(checkpoint, "w1", (DOWN,))
+    found = calibrated(checkpoint, [weight], inputs(checkpoint))
+    assert found.method(weight) == "rtn" and "1 of 1 weights" in found.warnings[0]
