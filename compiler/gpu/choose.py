@@ -23,7 +23,7 @@ _AS_GOOD = 1.05
 
 @dataclass(frozen=True)
 class Choice:
-    """seconds: what the model gives; refused: (candidate, reason) of those that the model prefers or that are illegal."""
+    """seconds: what the model gives. refused: (candidate, reason) of those that are illegal, or were tried before."""
 
     candidate: Candidate
     seconds: float

@@ -25,6 +25,10 @@ def emit_linear(low: GpuLowering, node: Node) -> None:
         return
     _, args = low.matrix(w, node.attrs["scheme"])
     args |= inputs(low, node, problem, norm)
+    writes = {node.output: "y"}
+    if problem.post_norm:
+        assert norm is not None
+        writes[norm.outputs[1]] = "total"
     if rest:
         args["bias"] = low.arg(rest[0])
     if residual:
@@ -32,8 +36,7 @@ def emit_linear(low: GpuLowering, node: Node) -> None:
         args["y"] = low.in_place(node.output, residual, beside=[x]) or low.output(node.output)
     else:
         args["y"] = low.output(node.output)
-    low.request(node, low.candidates(problem, linear_tactics.candidates), args, {node.output: "y"}, problem.precision,
-                native=True)
+    low.request(node, low.candidates(problem, linear_tactics.candidates), args, writes, problem.precision, native=True)
 
 
 def linear_problem(low: GpuLowering, node: Node, norm: Node | None = None) -> linear_tactics.Problem:
@@ -49,7 +52,8 @@ def linear_problem(low: GpuLowering, node: Node, norm: Node | None = None) -> li
     return linear_tactics.Problem(
         low.count(rows), n // 2 if gated else n, k, scheme.format, scheme.activation, low.floats, rows,
         quantizes=quantizes, token_scales=bool(scheme.quantized) and not quantizes, scale=scheme.format == "nvfp4",
-        bias=len(rest) > residual, residual=residual, norm_eps=norm.attrs["eps"] if norm else None, gated=gated,
+        bias=len(rest) > residual, residual=residual, norm_eps=norm.attrs["eps"] if norm else None,
+        post_norm=norm is not None and norm.op == "norm_add_norm", gated=gated,
         y_type="" if stored == low.floats else stored,
         x_stride=low.x_stride(source) if quantizes or not scheme.quantized else 0)
 
@@ -57,6 +61,9 @@ def linear_problem(low: GpuLowering, node: Node, norm: Node | None = None) -> li
 def inputs(low: GpuLowering, node: Node, problem: linear_tactics.Problem, norm: Node | None) -> dict[str, Arg]:
     """x and what comes with it."""
     x = node.values[0]
+    if norm is not None and problem.post_norm:
+        names = ("x", "added", "added_weight", "norm_weight")
+        return {**dict(zip(names, map(low.arg, norm.values), strict=True)), "total": low.arg(norm.outputs[1])}
     if norm is not None:
         return {"x": low.arg(norm.values[0]), "norm_weight": low.arg(norm.values[1])}
     form = GPU_SCHEMES[node.attrs["scheme"]].quantized
@@ -67,12 +74,16 @@ def inputs(low: GpuLowering, node: Node, problem: linear_tactics.Problem, norm: 
 
 def absorbs_norm(low: GpuLowering, norm: Node) -> bool:
     """Whether all readers of a norm are matrices that can normalise their inputs themselves."""
-    users = low.users(norm.output)
-    if not low.few or norm.op != "rms_norm" or len(norm.values) != 2 or low.rows_a_token(norm.values[0]) != 1 \
-            or norm.output in low.graph.outputs:
+    y = norm.outputs[0]
+    users = low.users(y)
+    if not low.few or (norm.op, len(norm.values)) not in (("rms_norm", 2), ("norm_add_norm", 4)) \
+            or low.rows_a_token(norm.values[0]) != 1 or y in low.graph.outputs:
         return False
+    if norm.op == "norm_add_norm" and (len(users) != 1 or not low.is_next(norm, users[0]) or any(
+            low.place(value).stride for value in norm.values[:2])):
+        return False  # one of them writes the sum, before anything else may read it
     return bool(users) and all(
-        user.op == "linear" and low.buffer(user.values[0]) == norm.output and norm.output not in user.values[1:]
+        user.op == "linear" and low.buffer(user.values[0]) == y and y not in user.values[1:]
         and low.candidates(linear_problem(low, user, norm), linear_tactics.candidates).legal for user in users)
 
 

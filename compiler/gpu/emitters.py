@@ -58,6 +58,12 @@ def _add_norm(low: GpuLowering, node: Node) -> None:
 def _norm_add_norm(low: GpuLowering, node: Node) -> None:
     x, r, x_weight, w = node.values
     y, s = node.outputs
+    if absorbs_norm(low, node):
+        low.defer(y, x)
+        low.defer(y, r)
+        low.absorbed[y] = node
+        low.output(s)
+        return
     _normalise(low, node, x, y, {"x_weight": x_weight, "weight": w}, residual=r, total=s)
 
 

@@ -84,10 +84,12 @@ class GpuProgram:
 
 
 def launches_per_layer(bucket: Bucket) -> int:
-    """Of the layer that takes the most of them; 0 where the model names no layers."""
+    """The most that layers take, a single one left out that differs from all others (behind the last layer stands what
+    is its own); 0 where the model names no layers."""
     found = (_LAYER.search(launch.origin) for launch in bucket.launches)
     counts = Counter(match[1] or match[2] for match in found if match)
-    return max(counts.values(), default=0)
+    shared = [count for count, layers in Counter(counts.values()).items() if layers > 1]
+    return max(shared or counts.values(), default=0)
 
 
 def generate(graph: Graph, gpu: Gpu, floats: str, limits: dict[str, int], block_size: int,

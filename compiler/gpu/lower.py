@@ -127,6 +127,11 @@ class GpuLowering(BaseLowering):
             root = node.values[0]
         return root, place.offset, place.stride
 
+    def is_next(self, first: Node, second: Node) -> bool:
+        """Whether only views stand between two nodes."""
+        order = [node for node in self.graph.nodes if not self._is_view(node)]
+        return order[order.index(first) + 1] is second
+
     def x_stride(self, value: str) -> int:
         """Elements between rows; 0 where they lie close."""
         stride = self.stride(value)

@@ -103,7 +103,8 @@ def compile_kernels(kernels: Iterable[GpuKernel], arch: Architecture, cache: Pat
 
 
 def try_compile(kernels: Iterable[GpuKernel], arch: Architecture, cache: Path | None = None, jobs: int = 1,
-                progress: Callable[[str], None] = lambda symbol: None) -> dict[GpuKernel, CompiledKernel | CompileError]:
+                progress: Callable[[str], None] = lambda symbol: None,
+                ) -> dict[GpuKernel, CompiledKernel | CompileError]:
     """As compile_kernels, with the error in the place of each kernel that cannot be compiled or does not fit."""
     cache = cache or default_cache()
     done: dict[GpuKernel, CompiledKernel | CompileError] = {}

@@ -42,12 +42,44 @@ def _tokens(x, xs, m, k, X_ROW: tl.constexpr, X_STRIDE: tl.constexpr, WIDTH: tl.
 
 
 @triton.jit
-def _scan(x, norm_weight, xs, K: tl.constexpr, X_STRIDE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):
+def _behind(x, xs, K: tl.constexpr, X_STRIDE: tl.constexpr, EPS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):
+    """1 / sqrt(mean(x^2) + EPS) of each row: float32 [BM]."""
+    squares = tl.zeros((BM,), tl.float32)
+    for k in range(0, K, BK):
+        v = _tokens(x, xs, 0, k, K, X_STRIDE, BK, K % BK == 0, False).to(tl.float32)
+        squares += tl.sum(v * v, 1)
+    return tl.rsqrt(squares / K + EPS)
+
+
+@triton.jit
+def _floats(x, added, added_weight, factor, xs, m, k, K: tl.constexpr, X_STRIDE: tl.constexpr, BK: tl.constexpr,
+            EVEN: tl.constexpr, TMA: tl.constexpr):
+    """The tile [BM, BK] of activations, where there is a norm behind the last block after it and the residual sum."""
+    if added is None:
+        return _tokens(x, xs, m, k, K, X_STRIDE, BK, EVEN, TMA)
+    else:
+        v = _tokens(x, xs, m, k, K, X_STRIDE, BK, EVEN, False).to(tl.float32)
+        weight = tl.load(added_weight + k + tl.arange(0, BK), mask=k + tl.arange(0, BK) < K, other=0.0)
+        residual = _tokens(added, xs, m, k, K, K, BK, EVEN, False).to(tl.float32)
+        return narrow(v * factor[:, None] * weight[None, :] + residual, x.dtype.element_ty)
+
+
+@triton.jit
+def _store_total(total, v, xs, inside, writes, k, K: tl.constexpr, BK: tl.constexpr):
+    """The tile of _floats to rows xs where inside [BM], by the block that `writes`."""
+    if writes:
+        columns = k + tl.arange(0, BK)
+        tl.store(total + xs[:, None] * K + columns[None, :], v, mask=inside[:, None] & (columns < K)[None, :])
+
+
+@triton.jit
+def _scan(x, added, added_weight, factor, norm_weight, xs, K: tl.constexpr, X_STRIDE: tl.constexpr, BM: tl.constexpr,
+          BK: tl.constexpr):
     """Largest magnitude of x (times the norm's weight) and sum of squares of x, for each row: float32 [BM] twice."""
     largest = tl.zeros((BM,), tl.float32)
     squares = tl.zeros((BM,), tl.float32)
     for k in range(0, K, BK):
-        v = _tokens(x, xs, 0, k, K, X_STRIDE, BK, K % BK == 0, False).to(tl.float32)
+        v = _floats(x, added, added_weight, factor, xs, 0, k, K, X_STRIDE, BK, K % BK == 0, False).to(tl.float32)
         squares += tl.sum(v * v, 1)
         if norm_weight is not None:
             v = v * tl.load(norm_weight + k + tl.arange(0, BK), mask=k + tl.arange(0, BK) < K, other=0.0)[None, :]
@@ -128,12 +160,13 @@ def _scaled_blocks(w, w_scale, b, b_scale, acc, base, n, k, N, K: tl.constexpr, 
 
 
 @triton.jit
-def linear(x, w, y, sizes, order, starts, x_scale, x_factor, w_scale, w_zero, scale, bias, residual, norm_weight, y_scale,
-           partial, arrived, ROWS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, X_STRIDE: tl.constexpr,
-           WEIGHTS: tl.constexpr, W_ROW: tl.constexpr, QUANTIZE: tl.constexpr, DEFER: tl.constexpr,
-           GATED: tl.constexpr, EPS: tl.constexpr, TO: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-           BK: tl.constexpr, SPLITS: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr, EXPERTS: tl.constexpr,
-           SHARE: tl.constexpr, STEPS: tl.constexpr, BY_ROW: tl.constexpr, SPECIALIZE: tl.constexpr):
+def linear(x, w, y, sizes, order, starts, x_scale, x_factor, w_scale, w_zero, scale, bias, residual, norm_weight,
+           added, added_weight, total, y_scale, partial, arrived, ROWS: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+           X_STRIDE: tl.constexpr, WEIGHTS: tl.constexpr, W_ROW: tl.constexpr, QUANTIZE: tl.constexpr,
+           DEFER: tl.constexpr, GATED: tl.constexpr, EPS: tl.constexpr, TO: tl.constexpr, BM: tl.constexpr,
+           BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr,
+           EXPERTS: tl.constexpr, SHARE: tl.constexpr, STEPS: tl.constexpr, BY_ROW: tl.constexpr,
+           SPECIALIZE: tl.constexpr):
     """One tile [BN features, BM tokens] of y, or of one K-range of it. tactics.py says what may be None.
     SPECIALIZE: some warps only copy, others only multiply.
 
@@ -149,6 +182,8 @@ def linear(x, w, y, sizes, order, starts, x_scale, x_factor, w_scale, w_zero, sc
                 format
     scale       f32 [1]: one more factor
     bias        f32, an element for each row of w; residual [M, N] in the type of y; norm_weight f32 [K]
+    added, added_weight, total  with norm_weight, the norm behind the block before and its residual: what is normalised
+                is rms_norm(x, added_weight f32 [K]) + added [M, K], and it goes to total [M, K]; all in the type of x
     y_scale     f32 [1]: results are divided by it and stored as TO
     partial     f32, arrived i32 (zero before and after): where the SPLITS of K meet; the last to come adds them up in
                 their order
@@ -193,8 +228,12 @@ def linear(x, w, y, sizes, order, starts, x_scale, x_factor, w_scale, w_zero, sc
     inverse = tl.zeros((BM,), tl.float32)
     token_scale = tl.full((BM,), 1.0, tl.float32)
     BLOCKS: tl.constexpr = WEIGHTS == "fp8_block"
+    behind = squares
+    if added is not None:
+        behind = _behind(x, xs, K, X_STRIDE, EPS, BM, BK)
+    writes_total = tile % tiles_n == 0
     if QUANTIZE != "" and not BLOCKS:
-        largest, squares = _scan(x, norm_weight, xs, K, X_STRIDE, BM, BK)
+        largest, squares = _scan(x, added, added_weight, behind, norm_weight, xs, K, X_STRIDE, BM, BK)
         token_scale = largest / limit(QUANTIZE)
         inverse = tl.where(largest > 0, limit(QUANTIZE) / largest, 0.0)
     elif x_factor is not None:
@@ -209,7 +248,10 @@ def linear(x, w, y, sizes, order, starts, x_scale, x_factor, w_scale, w_zero, sc
         k = begin + step * BK
         if WEIGHTS == "nvfp4":
             if QUANTIZE != "":
-                wide = _tokens(x, xs, m, k, K, X_STRIDE, BK, EVEN, False).to(tl.float32)
+                b = _floats(x, added, added_weight, behind, xs, m, k, K, X_STRIDE, BK, EVEN, False)
+                if total is not None:
+                    _store_total(total, b, xs, inside, writes_total, k, K, BK)
+                wide = b.to(tl.float32)
                 if norm_weight is not None:
                     inside_k = k + tl.arange(0, BK) < K
                     wide = wide * tl.load(norm_weight + k + tl.arange(0, BK), mask=inside_k, other=0.0)[None, :]
@@ -223,7 +265,9 @@ def linear(x, w, y, sizes, order, starts, x_scale, x_factor, w_scale, w_zero, sc
             if GATED != "":
                 acc2 = _scaled_blocks(w, w_scale, b, b_scale, acc2, base + N, n, k, N, K, BK, BN, W_TMA)
         elif BLOCKS:
-            b = _tokens(x, xs, m, k, K, X_STRIDE, BK, True, X_TMA)
+            b = _floats(x, added, added_weight, behind, xs, m, k, K, X_STRIDE, BK, True, X_TMA)
+            if total is not None:
+                _store_total(total, b, xs, inside, writes_total, k, K, BK)
             if QUANTIZE != "":
                 wide = b.to(tl.float32)
                 if norm_weight is not None:
@@ -239,8 +283,11 @@ def linear(x, w, y, sizes, order, starts, x_scale, x_factor, w_scale, w_zero, sc
                 acc2 = _groups(w, w_scale, b, b_scale, acc2, base + N, n, k, N, W_ROW, BK, BN, W_TMA)
         elif FOUR_BITS:
             HALF: tl.constexpr = BK // 2
-            low = _tokens(x, xs, m, k, K, X_STRIDE, HALF, EVEN, X_TMA)
-            high = _tokens(x, xs, m, k + HALF, K, X_STRIDE, HALF, EVEN, X_TMA)
+            low = _floats(x, added, added_weight, behind, xs, m, k, K, X_STRIDE, HALF, EVEN, X_TMA)
+            high = _floats(x, added, added_weight, behind, xs, m, k + HALF, K, X_STRIDE, HALF, EVEN, X_TMA)
+            if total is not None:
+                _store_total(total, low, xs, inside, writes_total, k, K, HALF)
+                _store_total(total, high, xs, inside, writes_total, k + HALF, K, HALF)
             if norm_weight is not None and QUANTIZE == "":
                 squares += tl.sum(low.to(tl.float32) * low.to(tl.float32), 1)
                 squares += tl.sum(high.to(tl.float32) * high.to(tl.float32), 1)
@@ -252,7 +299,9 @@ def linear(x, w, y, sizes, order, starts, x_scale, x_factor, w_scale, w_zero, sc
                 acc2 = _four_bits(w, w_scale, w_zero, low, high, acc2, base, base + N, n, k, N, W_ROW, HEIGHT, HALF, BN,
                                   W_TMA, DEFER)
         else:
-            b = _tokens(x, xs, m, k, K, X_STRIDE, BK, EVEN, X_TMA)
+            b = _floats(x, added, added_weight, behind, xs, m, k, K, X_STRIDE, BK, EVEN, X_TMA)
+            if total is not None:
+                _store_total(total, b, xs, inside, writes_total, k, K, BK)
             if norm_weight is not None and QUANTIZE == "":
                 squares += tl.sum(b.to(tl.float32) * b.to(tl.float32), 1)
             b = _prepared(b, norm_weight, inverse, k, K, BK, QUANTIZE)

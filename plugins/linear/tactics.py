@@ -47,6 +47,7 @@ class Problem:
     token_scales  quantized x comes with a scale a token (fp8_block: a group of a token; nvfp4: a factor a token beside
                 the scales of its blocks); else its static scale is part of `scale`
     norm_eps    x is normalised first (rms_norm); None: it is not
+    post_norm   what is normalised is rms_norm(x) by another weight, added to a residual; the sum is an output
     gated       activation of the gate; the weights are the gate's n rows, then n others: y = act(gate) * other
     y_type      "" float_type, or another floating type; "fp8", "int8": quantized by a static scale
     x_stride    elements between rows of x; 0: dense
@@ -68,6 +69,7 @@ class Problem:
     bias: bool = False
     residual: bool = False
     norm_eps: float | None = None
+    post_norm: bool = False
     gated: str = ""
     y_type: str = ""
     x_stride: int = 0
@@ -80,6 +82,7 @@ class Problem:
         assert self.format != "fp8_block" or self.quantizes != self.token_scales, f"a scale a group: {self}"
         assert not (self.quantizes and (self.token_scales or self.activation not in ("fp8", "int8", "nvfp4"))), self
         assert not (self.norm_eps is not None and self.token_scales), f"a norm of quantized values: {self}"
+        assert not self.post_norm or (self.norm_eps is not None and not self.experts), self
         assert not self.zero_points or self.format == "int4", self
         assert self.experts or self.choices == 1, self
 
@@ -264,7 +267,8 @@ def cost(p: Problem, tile: Tile) -> Cost:
     blocks = -(-p.n // tile.features) * row_tiles(p, tile.tokens)
     weights = tile.features * (2 if p.gated else 1) * FORMATS[p.format].bits / 8
     # To find the scales of tokens, the part of a split reads the whole row first.
-    readings = 1 + tile.splits * (p.quantizes and p.format != "fp8_block")
+    readings = 1 + tile.splits * (p.quantizes and p.format != "fp8_block") * (1 + p.post_norm)
+    readings += p.post_norm * (1 + tile.splits)
     through_cache = blocks * p.k * (weights + readings * tile.tokens * _BYTES[p.x_type])
     return Cost(num_bytes, 2.0 * p.num_rows * rows * p.k, through_cache)
 
@@ -279,7 +283,8 @@ def launch(p: Problem, tile: Tile) -> GpuLaunch:
     options = ((f"s{tile.splits}", tile.splits > 1), ("tma", tile.tma), ("ws", tile.specialize),
                ("zero", p.zero_points),
                ("quantize", p.quantizes), ("token", p.token_scales), ("scaled", p.scale), ("bias", p.bias),
-               ("residual", p.residual), (f"norm{p.norm_eps}", p.norm_eps is not None), (p.gated, p.gated),
+               ("residual", p.residual), (f"norm{p.norm_eps}", p.norm_eps is not None),
+               ("post", p.post_norm), (p.gated, p.gated),
                (p.y_type, p.y_type), (p.float_type, p.float_type != "bf16"),
                (f"x{p.x_stride}", p.x_stride not in (0, p.k)), (f"e{p.experts}of{p.choices}", p.experts),
                ("shared", p.experts and p.shared), ("by_row", dict(constants)["BY_ROW"]))
@@ -313,7 +318,11 @@ def _parameters(p: Problem, form: Format, tile: Tile,
         "w_scale": f"*{form.scales}" if form.scales else None, "w_zero": "*u8" if p.zero_points else None,
         "scale": "*fp32" if p.scale else None, "bias": "*fp32" if p.bias else None,
         "residual": f"*{ELEMENTS[p.float_type]}" if p.residual else None,
-        "norm_weight": "*fp32" if p.norm_eps is not None else None, "y_scale": "*fp32" if p.y_type in ("fp8", "int8") else None,
+        "norm_weight": "*fp32" if p.norm_eps is not None else None,
+        "added": f"*{ELEMENTS[p.float_type]}" if p.post_norm else None,
+        "added_weight": "*fp32" if p.post_norm else None,
+        "total": f"*{ELEMENTS[p.float_type]}" if p.post_norm else None,
+        "y_scale": "*fp32" if p.y_type in ("fp8", "int8") else None,
         "partial": "*fp32" if tile.splits > 1 else None, "arrived": "*i32" if tile.splits > 1 else None}
     constants: dict[str, Constant] = {
         "ROWS": SIZES[p.rows], "N": p.n, "K": p.k, "X_STRIDE": stride, "WEIGHTS": p.format, "W_ROW": row,
