@@ -78,15 +78,15 @@ def _weights(a: EngineFile, b: EngineFile) -> Iterator[Difference]:
                              only if which == "first" else None, only if which == "second" else None)
 
 
-def _blobs(engine: EngineFile) -> dict[str, tuple[str, str]]:
-    """Name -> (SHA-256, label). The label begins with the name; packing and shape follow."""
-    found: dict[str, tuple[str, str]] = {}
+def _blobs(engine: EngineFile) -> dict[str, tuple[list[str], str]]:
+    """Name -> (SHA-256 on each rank, label). The label begins with the name; packing and shape follow."""
+    found: dict[str, tuple[list[str], str]] = {}
     weights = engine.plan["weights"]
     for weight in (weights[name] for name in sorted(weights, key=lambda name: (len(name), name))):
         name = weight["label"].partition(" ")[0]
         while name in found:  # one matrix packed in two ways
             name += "'"
-        found[name] = weight["blob"], weight["label"]
+        found[name] = weight.get("blobs", [weight["blob"]]), weight["label"]
     return found
 
 
