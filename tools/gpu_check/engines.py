@@ -21,8 +21,9 @@ from .emulate import NUM_NEW, TOKENS
 
 _SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64}
 _LIMITS = ("--max-batch-size", "16", "--max-num-tokens", "32", "--max-seq-len", "128")
-_EMULATOR_BOUND, _BF16_BOUND = 2e-2, 3e-2
-"""Relative error of the logits: the same arithmetic in another order; bf16 against float32."""
+_EMULATOR_BOUND, _QUANTIZED_BOUND, _BF16_BOUND = 2e-2, 8e-2, 3e-2
+"""Relative error of the logits: against the emulator, where sums differ in their order, so that a value may be rounded
+to the other of two neighbours, which are far apart in 8 and 4 bits; of bf16 against float32."""
 
 
 @dataclass(frozen=True)
@@ -110,9 +111,10 @@ def _check(source: CodeSource, folder: Path, family: str, precision: str, device
     except IngotError as failure:
         return EngineResult(family, precision, nan, nan, nan, 0, 0, " ".join(str(failure).split())[:300])
     problems = []
-    if not error <= _EMULATOR_BOUND:
-        problems.append(f"logits are {error:.2g} off the emulator's")
-    elif answer.token_ids[0] != wanted["greedy"][0]:
+    bound = _EMULATOR_BOUND if precision == "bf16" else _QUANTIZED_BOUND
+    if not error <= bound:
+        problems.append(f"logits are {error:.2g} off the emulator's; allowed are {bound}")
+    elif precision == "bf16" and answer.token_ids[0] != wanted["greedy"][0]:
         problems.append(f"greedy tokens {answer.token_ids}, in the emulator {wanted['greedy'].tolist()}")
     if precision == "bf16" and not against.logits.relative <= _BF16_BOUND:
         problems.append(f"logits are {against.logits.relative:.2g} off transformers'")
