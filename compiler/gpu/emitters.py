@@ -43,8 +43,7 @@ def _norm(low: GpuLowering, node: Node) -> None:
         low.absorbed[y] = node
         return
     parameters = dict(zip(("weight", "bias"), node.values[1:], strict=False))
-    group, stride = low.rows_a_token(x), low.place(x).stride or 0
-    _normalise(low, node, x, y, parameters, op=node.op, group=group, stride=stride)
+    _normalise(low, node, x, y, parameters, op=node.op)
 
 
 def _add_norm(low: GpuLowering, node: Node) -> None:
@@ -73,8 +72,9 @@ def _norm_add(low: GpuLowering, node: Node) -> None:
 
 
 def _normalise(low: GpuLowering, node: Node, x: str, y: str, parameters: dict[str, str], *, op: str = "rms_norm",
-               residual: str = "", total: str = "", group: int = 1, stride: int = 0) -> None:
+               residual: str = "", total: str = "") -> None:
     """One launch: sum, norm, and the quantization that all readers of the norm want. y "": the sum alone."""
+    group, stride = low.rows_a_token(x), low.place(x).stride or 0
     form = wanted_form(low, y) if y and group == 1 else ""
     problem = norm_tactics.Problem(
         low.count("T" if "T" in str(low.rows(x)) else "L"), low.width(x), node.attrs["eps"], low.stored[x],
