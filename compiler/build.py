@@ -10,6 +10,7 @@ from typing import Any
 
 from ingot.runtime.errors import RequestError
 from ingot.runtime.manifest import canonical_json
+from ingot.runtime.store.store import Store
 
 from .cache.build_cache import BuildCache
 from .checkpoint.checkpoint import Checkpoint
@@ -28,6 +29,7 @@ from .passes.pipeline import cpu_pipeline, gpu_pipeline, run_passes
 from .precision import Precision, find_precision, with_layers
 from .quality_gate import Gate, Quality, quality_of, require_measurable
 from .refit_record import REFIT_MEMBER, refit_record
+from .self_test import record_self_test, require_recordable
 from .targets import Target, find_target
 from .tune.records import Records
 from .version import ingot_version, toolchain_versions
@@ -60,6 +62,9 @@ class BuildRequest:
     calibration      that text, or JSONL with a "text" in each line; default: the one that ships with the compiler
     quantization_method  key of calibration.record.METHODS; what "best" chooses from is smaller errors of each layer
     strip_weights    leave the weights out of the file; the engine's hash is what it is with them
+    store            engine store that gets the engine too, and, of one without weights, those alone
+    self_test        run the engine and keep in it what it answers, for servers to ask again before they serve it; needs
+                     a machine that can run it
     measure_quality  run the engine over a held-out text and record how far it is from the model; needs a machine that
                      can run it
     max_perplexity_increase, min_top1_agreement  measure, and fail if the engine is worse; see Gate
@@ -86,6 +91,8 @@ class BuildRequest:
     calibration: Path | None = None
     quantization_method: str = "best"
     strip_weights: bool = False
+    store: Path | None = None
+    self_test: bool = False
     measure_quality: bool = False
     max_perplexity_increase: float | None = None
     min_top1_agreement: float | None = None
@@ -177,11 +184,15 @@ def build(request: BuildRequest, progress: Progress = lambda stage, detail: None
     if request.measures:
         require_measurable(manifest["target"]["machine"], manifest["target"]["features"], source.checkpoint,
                            facts.tokenizer)
+    if request.self_test:
+        require_recordable(target.kind, manifest["target"]["machine"], manifest["target"]["features"],
+                           request.strip_weights)
     with clock.stage("compile", f"{len(program.kernels)} kernels for {target.isa}"):
         code = program.members(request.compiler, cache)
     size = sum(map(len, code.values())) + (0 if request.strip_weights else manifest["memory"]["weights_bytes"])
     quality = None
-    with EngineWriter(output, request.force, size, request.strip_weights) as writer:
+    store = None if request.store is None else Store(request.store)
+    with EngineWriter(output, request.force, size, request.strip_weights, store) as writer:
         written = write_weights(writer, program.weights, source.checkpoint, facts.tokenizer, rounding, clock,
                                 cache)
         manifest["model"]["checkpoint_sha256"] = written.checkpoint_sha256
@@ -195,6 +206,9 @@ def build(request: BuildRequest, progress: Progress = lambda stage, detail: None
             for name, data in facts.tokenizer.items():
                 writer.add(f"tokenizer/{name}", data)
             _add_debug(writer, request, graph)
+        if request.self_test:
+            with clock.stage("self-test", str(output)):
+                record_self_test(writer, manifest)
         if request.measures:
             with clock.stage("quality", "against the checkpoint in float32"), writer.preview(manifest) as engine:
                 quality = quality_of(engine, str(source.checkpoint.path), lambda done, total: progress(
@@ -325,6 +339,7 @@ def _manifest(request: BuildRequest, source: ModelSource, facts: ModelFacts, imp
                    "quantization_method": request.quantization_method,
                    "calibration": request.calibration.name if request.calibration else None,
                    "dump": request.dump is not None, "measure_quality": request.measures,
+                   **({"self_test": True} if request.self_test else {}),
                    **({"tuning_records": program.tuning.to_json()}
                       if isinstance(program, CpuProgram) and program.tuning is not None else {})},
     } | program.facts()

@@ -27,6 +27,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from ingot.runtime.engine_file import EngineFile
 from ingot.runtime.engine_format import (
     FILE_ORDER,
     FORMAT_VERSION,
@@ -42,6 +43,7 @@ from ingot.runtime.engine_format import (
 )
 from ingot.runtime.errors import RequestError, WorkFailed
 from ingot.runtime.manifest import canonical_json, check_manifest, parse_canonical, weight_name
+from ingot.runtime.store.store import Store
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -54,11 +56,14 @@ class EngineWriter:
     """Writer of one engine; a context manager. See the module's docstring."""
 
     def __init__(self, path: str | os.PathLike[str], overwrite: bool = False, expected_bytes: int = 0,
-                 strip_weights: bool = False) -> None:
+                 strip_weights: bool = False, store: Store | None = None) -> None:
         """Creates the temporary file.
 
         `strip_weights`: name the weights by their hashes, but leave them out of the file. The manifest, and so the
         engine's hash, is that of the whole engine.
+
+        `store`: gets the engine too. Of a stripped one the weights go there alone, one by one as they come. Nothing is
+        removed from the store meanwhile, and it has the engine when `finish` returns.
 
         `expected_bytes`: what the caller knows of the engine's size, to learn of a full disk before the work.
         Raises RequestError when the target can't be written or exists and may not be replaced, DiskFull.
@@ -67,6 +72,9 @@ class EngineWriter:
         self._overwrite = overwrite
         self._expected_bytes = expected_bytes
         self._strip_weights = strip_weights
+        self._store = store
+        self._adding = contextlib.ExitStack()
+        self._manifest = b""
         self._small: dict[str, bytes] = {}
         self._table: dict[str, dict[str, Any]] = {}
         self._members: list[Member] = []
@@ -79,6 +87,9 @@ class EngineWriter:
             if expected_bytes > free:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._temporary, self._fd = _create_temporary(self.path)
+        if store is not None:
+            with self._explained_store():
+                self._adding.enter_context(store.blobs.adding())
 
     def __enter__(self) -> Self:
         return self
@@ -88,6 +99,7 @@ class EngineWriter:
 
     def discard(self) -> None:
         """Removes the temporary file; after `finish`, there is none and this does nothing."""
+        self._adding.close()
         if self._fd >= 0:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._temporary)
@@ -117,6 +129,9 @@ class EngineWriter:
         if name not in self._table:
             if self._strip_weights:
                 self._table[name] = {"sha256": digest, "size": view.nbytes}
+                if self._store is not None:
+                    with self._explained_store():
+                        self._store.blobs.put(digest, view)
             else:
                 self._append(name, view, digest)
         return name
@@ -144,7 +159,20 @@ class EngineWriter:
         """
         engine_hash = self._complete(manifest)
         self._publish()
+        if self._store is not None:
+            with self._explained_store():
+                self._add_to(self._store, engine_hash)
         return engine_hash
+
+    def _add_to(self, store: Store, engine_hash: str) -> None:
+        """The engine is in its place: now it is in the store too."""
+        if not self._strip_weights:
+            with EngineFile.open(self.path) as engine:
+                store.add(engine)
+            return
+        for name, data in self._small.items():
+            store.blobs.put(self._table[name]["sha256"], memoryview(data))
+        store.publish(engine_hash, self._manifest)
 
     def _complete(self, manifest: Mapping[str, Any]) -> str:
         """All that stands behind the weights."""
@@ -155,7 +183,7 @@ class EngineWriter:
             self._append(name, memoryview(data), hashlib.sha256(data).hexdigest())
         complete = {"format_version": FORMAT_VERSION, **manifest, "members": self._table}
         check_manifest(complete)
-        encoded = canonical_json(complete)
+        encoded = self._manifest = canonical_json(complete)
         engine_hash = hashlib.sha256(encoded).hexdigest()
         self._append(MANIFEST, memoryview(encoded), engine_hash)
         entries = directory(self._members)
@@ -232,6 +260,16 @@ class EngineWriter:
                 f"{self.path}: {error.strerror}: the engine needs at least {needed:,} bytes, {free:,} are available.\n"
                 "  Free some space or choose a path on another disk."
             ) from None
+
+
+    @contextlib.contextmanager
+    def _explained_store(self) -> Iterator[None]:
+        assert self._store is not None
+        try:
+            yield
+        except OSError as error:
+            self.discard()
+            raise WorkFailed(f"{self._store.folder}: cannot add the engine to the store: {error.strerror}") from None
 
 
 def _byte_view(data: "np.ndarray[Any, Any] | bytes | bytearray | memoryview") -> memoryview:

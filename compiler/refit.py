@@ -17,6 +17,7 @@ from ingot.runtime.engine_file import EngineFile
 from ingot.runtime.engine_format import PLAN
 from ingot.runtime.errors import RequestError
 from ingot.runtime.manifest import canonical_json
+from ingot.runtime.store.store import Store
 
 from .cache.build_cache import BuildCache
 from .checkpoint.checkpoint import Checkpoint
@@ -33,6 +34,7 @@ from .refit_record import (
     refit_record,
     sides_digest,
 )
+from .self_test import record_self_test, require_recordable
 from .write_weights import Rounding, write_weights
 
 
@@ -46,6 +48,7 @@ class RefitRequest:
     """weights  checkpoint folder, hub name, or GGUF file
     name     what the engine will call its model; default: as in BuildRequest
     calibration  the text that the engine was calibrated with, if it was the user's own
+    store, self_test  as in BuildRequest; an engine's self-test is of its old weights, and not carried over
     """
 
     engine: Path
@@ -55,6 +58,8 @@ class RefitRequest:
     force: bool = False
     strip_weights: bool = False
     calibration: Path | None = None
+    store: Path | None = None
+    self_test: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,16 +90,22 @@ def refit(request: RefitRequest, progress: Progress = lambda stage, detail: None
         manifest = {name: value for name, value in engine.manifest.items()
                     if name not in ("format_version", "members", "quality")}
         manifest["model"] = manifest["model"] | {"name": source.name}
-        manifest["recipe"] = manifest["recipe"] | {"name": source.name, "measure_quality": False}
+        recipe = {name: value for name, value in manifest["recipe"].items() if name != "self_test"}
+        manifest["recipe"] = recipe | {"name": source.name, "measure_quality": False}
+        if request.self_test:
+            require_recordable(manifest["target"]["kind"], manifest["target"]["machine"],
+                               manifest["target"]["features"], request.strip_weights)
+            manifest["recipe"]["self_test"] = True
         size = 0 if request.strip_weights else manifest["memory"]["weights_bytes"]
-        with EngineWriter(request.output, request.force, size, request.strip_weights) as writer:
+        store = None if request.store is None else Store(request.store)
+        with EngineWriter(request.output, request.force, size, request.strip_weights, store) as writer:
             written = write_weights(writer, record.weights, checkpoint, facts.tokenizer,
                                     _rounding(manifest, request), clock, cache)
             manifest["model"]["checkpoint_sha256"] = written.checkpoint_sha256
             manifest["num_calibrated_weights"] = written.num_calibrated
             manifest["calibration"] = written.calibration
             with clock.stage("write", str(request.output)):
-                plan = engine.plan | {"weights": {name: vars(weight) for name, weight in written.weights.items()}}
+                plan = engine.plan | {"weights": {name: weight.to_json() for name, weight in written.weights.items()}}
                 writer.add(PLAN, canonical_json(plan))
                 writer.add(REFIT_MEMBER, refit_record(checkpoint, facts, record.weights))
                 for name, data in facts.tokenizer.items():
@@ -102,6 +113,10 @@ def refit(request: RefitRequest, progress: Progress = lambda stage, detail: None
                 for name in engine.members:
                     if name.startswith(("code/", "debug/")):
                         writer.add(name, engine.read(name))
+            if request.self_test:
+                with clock.stage("self-test", str(request.output)):
+                    record_self_test(writer, manifest)
+            with clock.stage("finish", str(request.output)):
                 engine_hash = writer.finish(manifest)
     if cache is not None:
         cache.trim()

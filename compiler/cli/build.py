@@ -58,6 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strip-weights", action="store_true",
                         help="leave the weights out of the file: they are found elsewhere by their hashes, or made "
                         "again by ingot refit")
+    parser.add_argument("--store", type=Path, metavar="FOLDER", help="put the engine into this engine store too; with "
+                        "--strip-weights: its weights there alone")
+    parser.add_argument("--self-test", action="store_true",
+                        help="run the engine and record in it what it answers: servers ask again before it takes over")
     parser.add_argument("--measure-quality", action="store_true",
                         help="run the engine over a held-out text; record perplexity, agreement and the worst layers")
     parser.add_argument("--max-perplexity-increase", type=share, metavar="SHARE",
@@ -90,7 +94,8 @@ def layer(text: str) -> tuple[str, str]:
 
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Those that a recipe leaves open, or that go before it, for all of its builds."""
-    names = ("dry_run", "force", "strip_weights", "measure_quality", "max_perplexity_increase", "min_top1_agreement")
+    names = ("dry_run", "force", "strip_weights", "store", "self_test", "measure_quality", "max_perplexity_increase",
+             "min_top1_agreement")
     return {name: getattr(arguments, name) for name in names}
 
 
@@ -131,7 +136,8 @@ def _run_recipes(arguments: argparse.Namespace, cache: BuildCache | None) -> int
     if arguments.jobs is not None and arguments.jobs < 1:
         raise RequestError(f"--jobs is {arguments.jobs}; expected at least 1")
     options = _options(arguments)
-    options["measure_quality"] = options["measure_quality"] or None  # not asked for: as the recipe says
+    for name in ("measure_quality", "self_test"):
+        options[name] = options[name] or None  # not asked for: as the recipe says
     asked = [request for path in arguments.recipe
              for request in read_recipe(path).requests(folder, arguments.model, **options)]
     requests = [request for request in asked if fnmatchcase(request.target, arguments.target or "*")

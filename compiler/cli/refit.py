@@ -20,6 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--calibration", type=Path, metavar="FILE", help="the text that the engine was calibrated "
                         "with, where that was not the one that ships with the compiler")
     parser.add_argument("--strip-weights", action="store_true", help="name the new weights, but leave them out")
+    parser.add_argument("--store", type=Path, metavar="FOLDER", help="put the engine into this engine store too; with "
+                        "--strip-weights: its weights there alone")
+    parser.add_argument("--self-test", action="store_true", help="run the engine and record what it answers")
     parser.add_argument("--no-cache", dest="cache", action="store_false",
                         help="pack everything anew and keep nothing for later")
     parser.add_argument("--force", action="store_true", help="replace the engine file if there is one")
@@ -27,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     request = RefitRequest(arguments.engine, arguments.weights, arguments.output, arguments.name, arguments.force,
-                           arguments.strip_weights, arguments.calibration)
+                           arguments.strip_weights, arguments.calibration, arguments.store, arguments.self_test)
     with Report(not arguments.json) as report:
         result = refit(request, report, BuildCache() if arguments.cache else None)
     for warning in result.warnings:
