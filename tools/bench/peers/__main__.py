@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from ingot.compiler.cpu.isa import host_isa
+from ingot.compiler.tune.machine import Machine
 from ingot.runtime.engine_file import EngineFile
 from ingot.runtime.errors import IngotError, RequestError
 from ingot.runtime.folders import cache_folder
 
-from ..machine import Machine
 from . import report, workload
 from .contestants import Contestant, contestants
 from .job import Result
@@ -126,7 +126,7 @@ def _give(arguments: argparse.Namespace, checkpoint: Path, results: dict[str, li
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.bench.peers", description=__doc__)
-    parser.add_argument("model", help="smollm2 or gemma3")
+    parser.add_argument("model", help="smollm2, gemma3 or llama-1b")
     parser.add_argument("--peers", help="some of them, with commas between; by default all")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)

@@ -9,6 +9,7 @@ from pathlib import Path
 from ingot.runtime.errors import RequestError
 
 from ... import demo_models
+from . import random_model
 from .environments import Say
 from .job import Job
 from .prepare import Model
@@ -23,7 +24,10 @@ def model(name: str, cache: Path, say: Say) -> Model:
     if name in demo_models.MODELS:
         provided = demo_models.provide(demo_models.MODELS[name], say=say)
         return Model(name, provided.checkpoint, provided.gguf)
-    raise RequestError(f"model {name!r} is unknown; expected one of {', '.join(demo_models.MODELS)}")
+    if name == random_model.NAME:
+        return random_model.provide(cache, say)
+    known = ", ".join([*demo_models.MODELS, random_model.NAME])
+    raise RequestError(f"model {name!r} is unknown; expected one of {known}")
 
 
 def job(checkpoint: Path, threads: int) -> Job:
