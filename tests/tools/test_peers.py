@@ -2,6 +2,7 @@
 
 import json
 import time
+from typing import Any
 
 import pytest
 
@@ -9,6 +10,7 @@ from ingot.runtime.errors import RequestError
 from tools.bench.peers import report
 from tools.bench.peers.__main__ import _chosen
 from tools.bench.peers.job import Job, Result, measure
+from tools.bench.peers.prepare import _v4_rope
 
 PEERS = {"Ingot w4a8": "ingot", "A": "a", "B": "b"}
 RESULTS = {
@@ -55,3 +57,12 @@ def test_unknown_peers_are_named() -> None:
     assert {contestant.peer for contestant in _chosen("llama.cpp")} == {"ingot", "llama.cpp"}
     with pytest.raises(RequestError, match=r"--peers: nobody unknown; expected some of .*llama\.cpp"):
         _chosen("nobody,llama.cpp")
+
+
+@pytest.mark.parametrize(("parameters", "old"), [
+    ({"rope_type": "default", "rope_theta": 5e5}, {"rope_theta": 5e5}), ({}, {"rope_theta": 1e4}),
+    ({"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}},
+     {"rope_theta": 1e6, "rope_local_base_freq": 1e4}),
+])
+def test_rope_in_the_words_of_older_libraries(parameters: dict[str, Any], old: dict[str, float]) -> None:
+    assert _v4_rope(parameters) == old

@@ -10,6 +10,7 @@ import tarfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .environments import Say, environment, run
 
@@ -73,8 +74,8 @@ class Kitchen:
         def make(folder: Path) -> None:
             shutil.copytree(self.model.checkpoint, folder, symlinks=False)
             config = json.loads((folder / "config.json").read_text())
-            rope = config.pop("rope_parameters", None) or {}
-            config |= {"rope_theta": rope.get("rope_theta", 10000.0), "torch_dtype": config.pop("dtype", "bfloat16")}
+            config |= {**_v4_rope(config.pop("rope_parameters", None) or {}),
+                       "torch_dtype": config.pop("dtype", "bfloat16")}
             (folder / "config.json").write_text(json.dumps(config))
             tokenizer = folder / "tokenizer_config.json"
             if tokenizer.exists():
@@ -147,3 +148,10 @@ class Kitchen:
 
         return self.made(f"gguf-{kind}", make) / "x.gguf"
 
+
+def _v4_rope(parameters: dict[str, Any]) -> dict[str, float]:
+    """rope_parameters in the words of transformers 4; Gemma 3 has others for layers with a window."""
+    if "full_attention" in parameters:
+        return {"rope_theta": parameters["full_attention"]["rope_theta"],
+                "rope_local_base_freq": parameters["sliding_attention"]["rope_theta"]}
+    return {"rope_theta": parameters.get("rope_theta", 10000.0)}
