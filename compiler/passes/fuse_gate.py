@@ -26,7 +26,7 @@ def _gated(m: Matcher, node: Node, constants: dict[str, WeightExpr]) -> Node | N
     if node.op != "mul":
         return None
     for first, second in (node.inputs, node.inputs[::-1]):
-        activated = m.node(first, "silu", "gelu", "relu")
+        activated = m.node(first, "silu", "gelu")
         if activated is None or m.uses(activated.output) != 1:
             continue
         gate, other = _half(m, activated.inputs[0]), _half(m, second)

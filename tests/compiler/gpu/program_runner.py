@@ -1,4 +1,4 @@
-"""Runs the plan of a GPU program in Triton's interpreter: arena, workspace, weights and cache are arrays of the test."""
+"""Runs the plan of a GPU program in Triton's interpreter: its memory is arrays of the test."""
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,0 +1,94 @@
+"""Which launches a model becomes, for few and for many tokens."""
+from __future__ import annotations
+
+import pytest
+
+from ingot.compiler.errors import CannotCompile
+from ingot.compiler.ir.types import DType
+from tests.compiler.graphs import Builder
+from tests.compiler.models import Layer, model
+
+from .programs import lowered
+
+LLAMA = [Layer(), Layer()]
+GEMMA = [Layer(post_norm=True, qk_norm=True), Layer(post_norm=True, qk_norm=True)]
+QUANTIZED = {"fp8": "h200", "int8": "a100", "w4a8": "a100"}
+
+
+@pytest.mark.parametrize("tokens", [1, 8])
+@pytest.mark.parametrize(("precision", "target"), [("bf16", "h200"), ("fp16", "a100"), ("fp32", "h200"),
+                                                   ("int4", "l40s"), *QUANTIZED.items()])
+def test_five_launches_a_layer_for_few_tokens(precision: str, target: str, tokens: int) -> None:
+    """norm + qkv; rope, write and attention; output + residual; norm + gate and up; down + residual."""
+    low = lowered(model(LLAMA), tokens, target, precision)
+    per_layer = ["linear", "attention", "linear", "linear", "linear"]
+    tables = ["loop", "loop"]
+    names = [request.op for request in low.requests]
+    assert names == ["embedding", "linear", *tables, *per_layer[1:], *per_layer, "loop", "linear", "sample"]
+
+
+def test_launches_for_many_tokens() -> None:
+    names = [request.op for request in lowered(model(LLAMA), 16, "h200", "bf16").requests]
+    layer = ["rms_norm", "linear", "rope_kv_write", "attention", "linear", "rms_norm", "linear", "linear"]
+    assert names == ["embedding", *layer[:2], "loop", "loop", *layer[2:], *layer, "loop", "rms_norm", "linear",
+                     "sample"]
+
+
+@pytest.mark.parametrize(("precision", "target"), list(QUANTIZED.items()))
+def test_what_is_quantized_apart_for_many_tokens(precision: str, target: str) -> None:
+    """Norms and attention quantize what they write; only the gate's result takes a launch of its own."""
+    low = lowered(model(LLAMA), 16, target, precision)
+    names = [request.op for request in low.requests]
+    layer = ["rms_norm", "linear", "rope_kv_write", "attention", "linear", "rms_norm", "linear", "quantize", "linear"]
+    assert len(layer) <= 9
+    assert names == ["embedding", *layer[:2], "loop", "loop", *layer[2:], *layer, "loop", "rms_norm", "linear",
+                     "sample"]
+
+
+def test_norms_behind_blocks() -> None:
+    """For few tokens the next matrix takes in the norm behind the block, the residual and its own norm."""
+    few = [request.op for request in lowered(model(GEMMA), 4, "h200", "bf16").requests]
+    layer = ["linear", "attention", "linear", "linear", "linear"]
+    assert few == ["embedding", "linear", "loop", "loop", *layer[1:], *layer, "norm_add", "loop", "linear", "sample"]
+    many = [request.op for request in lowered(model(GEMMA), 16, "h200", "fp8").requests]
+    assert many.count("norm_add_norm") == 3 and many.count("norm_add") == 1
+
+
+def test_a_norm_that_others_read_is_launched() -> None:
+    b = Builder()
+    b.x("positions", "T", dtype=DType.I32)
+    y = b.op("rms_norm", b.x("x", "T", 32), b.weight("norm", 32), eps=1e-6)
+    logits = b.op("add", b.op("linear", y, b.weight("head", 32, 32)), y)
+    low = lowered(b.made(logits), 1, "h200", "bf16")
+    assert [request.op for request in low.requests][:2] == ["rms_norm", "linear"]
+
+
+def test_values_are_held_in_the_type_of_the_precision() -> None:
+    low = lowered(model(LLAMA), 16, "h200", "fp8")
+    stored = {request.op: {kind for _, _, kind in request.writes.values()} for request in low.requests}
+    assert stored["linear"] == {"f32"}  # the last one makes the logits
+    assert stored["embedding"] == stored["attention"] == {"bf16"}
+    tables = [request for request in low.requests if request.op == "loop"][:2]
+    assert all(kind == "f32" for request in tables for _, _, kind in request.writes.values()), "cos and sin"
+
+
+def test_weights_that_the_embedding_shares_are_stored_once() -> None:
+    low = lowered(model(LLAMA), 1, "h200", "fp8")
+    schemes = [entry.packing.scheme for entry in low.weights.entries.values()]
+    assert schemes.count("fp8") == 8 and schemes.count("bf16") == 2 and set(schemes) == {"", "fp8", "bf16"}
+
+
+@pytest.mark.parametrize(("precision", "kv", "target", "message"), [
+    ("bf16", "fp32", "h200", "attention in bf16 over a KV cache in fp32"),
+    ("bf16", "fp8", "a100", "fp8 needs sm_89 or newer, this is sm_80")])
+def test_refusals_of_caches(precision: str, kv: str, target: str, message: str) -> None:
+    with pytest.raises(CannotCompile, match=message):
+        lowered(model(LLAMA), 16, target, precision, kv)
+
+
+def test_an_operator_without_a_kernel_is_named() -> None:
+    b = Builder()
+    x = b.op("linear", b.x("x", "T", 32), b.weight("w", 33, 32))
+    y = b.op("linear", x, b.weight("head", 32, 33))
+    with pytest.raises(CannotCompile, match=r"linear has no kernel on sm_90a: linear\.bf16: rows of 33 channels do not"):
+        lowered(b.made(y), 16, "h200", "bf16")
