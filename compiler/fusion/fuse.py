@@ -14,16 +14,18 @@ from .placement import AcceptsStrided, Placement, is_fused, place_values
 from .views import Index, broadcast_index, permuted_index, reshaped_index, sliced_index
 
 
-def fuse_loops(graph: Graph, accepts_strided: AcceptsStrided = lambda node, operand, type_: False) -> Graph:
+def fuse_loops(graph: Graph, accepts_strided: AcceptsStrided = lambda node, operand, type_: False,
+               multiple: int = 1) -> Graph:
     """Every elementwise, view and reduce node becomes part of a `loop` node, or stays as a view.
 
     A loop is made for each value that must be in memory (placement.py). Reshapes of values in memory stay nodes: they
     cost nothing. So do slices that are column ranges of rows, where accepts_strided(node, operand, type) says that the
-    reader takes such. Probes move to what they are a reshape of.
+    reader takes such, and the range and its rows begin at multiples of `multiple` elements. Probes move to what they
+    are a reshape of.
 
     Raises CannotCompile for a view that no index expression describes.
     """
-    placement = place_values(graph, accepts_strided)
+    placement = place_values(graph, accepts_strided, multiple)
     producers = graph.producers()
     nodes: list[Node] = []
     for node in graph.nodes:

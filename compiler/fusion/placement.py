@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from ..ir.graph import Graph, Node, through_reshapes
 from ..ir.registry import OPS
-from ..ir.types import Dim, TensorType, split_dim
+from ..ir.types import Dim, TensorType, product, split_dim
 
 AcceptsStrided = Callable[[Node, int, TensorType], bool]
 """Whether a structured operator takes its operand of that number as a column range of wider rows."""
@@ -41,10 +41,10 @@ def is_fused(node: Node) -> bool:
     return OPS[node.op].kind != "structured" or node.op in INDIRECT
 
 
-def place_values(graph: Graph, accepts_strided: AcceptsStrided) -> Placement:
+def place_values(graph: Graph, accepts_strided: AcceptsStrided, multiple: int = 1) -> Placement:
     """In memory are: what structured operators read and write, outputs, probes, reductions; and what is dear to
-    compute and needed often."""
-    forced = _Required(graph, accepts_strided).placement
+    compute and needed often. multiple: elements that column ranges and their rows begin at multiples of."""
+    forced = _Required(graph, accepts_strided, multiple).placement
     # What one loop alone needs is computed there, however often it reads it. Which loops there are depends on what is
     # in memory: the second round sees those of the first.
     placement = forced
@@ -56,9 +56,10 @@ def place_values(graph: Graph, accepts_strided: AcceptsStrided) -> Placement:
 class _Required:
     """What has to be in memory whatever it costs."""
 
-    def __init__(self, graph: Graph, accepts_strided: AcceptsStrided) -> None:
+    def __init__(self, graph: Graph, accepts_strided: AcceptsStrided, multiple: int = 1) -> None:
         self.graph = graph
         self.accepts_strided = accepts_strided
+        self.multiple = multiple
         self.producers = graph.producers()
         self.consumers = graph.consumers()
         self.placement = Placement({*graph.inputs, *graph.constants})
@@ -100,8 +101,12 @@ class _Required:
     def _is_column_range(self, node: Node) -> bool:
         if node.op != "slice" or node.attrs["step"] != 1:
             return False
-        before = self.graph.types[node.values[0]].shape[:node.attrs["dim"]]
-        return sum(dim != 1 for dim in before) == 1
+        axis, shape = node.attrs["dim"], self.graph.types[node.values[0]].shape
+        inner = product(shape[axis + 1:])
+        aligned = self.multiple == 1 or all(
+            isinstance(extent, int) and isinstance(inner, int) and extent * inner % self.multiple == 0
+            for extent in (node.attrs["start"], shape[axis]))
+        return aligned and sum(dim != 1 for dim in shape[:axis]) == 1
 
     def _rows_stay(self, chain: Sequence[Node]) -> bool:
         """Whether the reshapes of a chain with a slice leave the dimension of rows alone."""

@@ -32,8 +32,9 @@ from .raise_rope import raise_rope
 from .scale_embedding import scale_embedding
 from .shard import shard_graph
 from .smooth_inputs import smooth_inputs
+from .spell_out_matrices import spell_out_matrices
 from .split_input_scales import split_input_scales
-from .strided import accepts_strided, gpu_accepts_strided
+from .strided import ALIGNED_ELEMENTS, accepts_strided, gpu_accepts_strided
 
 Pass = tuple[str, Callable[[Graph], Graph]]
 
@@ -85,6 +86,7 @@ def gpu_pipeline(precision: Precision, kv: str, stored: Mapping[str, str] | None
         ("split_input_scales", split_input_scales),
         ("smooth_inputs", smooth_inputs),
         *divide,
+        ("spell_out_matrices", spell_out_matrices),
         ("merge_linears", merge_linears),
         ("fuse_gate", fuse_gate),
         ("scale_embedding", scale_embedding),
@@ -94,7 +96,7 @@ def gpu_pipeline(precision: Precision, kv: str, stored: Mapping[str, str] | None
         ("fuse_residual", fuse_residual),
         ("raise_moe", raise_moe),
         ("fuse_add_norm", fuse_add_norm),
-        ("fuse_loops", partial(fuse_loops, accepts_strided=gpu_accepts_strided)),
+        ("fuse_loops", partial(fuse_loops, accepts_strided=gpu_accepts_strided, multiple=ALIGNED_ELEMENTS)),
         ("dead_code", eliminate_dead_code),
     ]
 

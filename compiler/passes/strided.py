@@ -17,6 +17,10 @@ _GPU_BY_TOKEN = {"rope_kv_write": (0, 1, 2), "kv_write": (0, 1), "attention": (0
                  "rms_norm": (0,), "layer_norm": (0,)}
 _GPU_BY_ROW = {"linear": (0,)}
 
+ALIGNED_ELEMENTS = 8
+"""Kernels of GPUs take column ranges that begin at multiples of 16 bytes, in rows of such multiples: of 16-bit values
+so many."""
+
 
 def accepts_strided(node: Node, operand: int, type_: TensorType) -> bool:
     if operand in _BY_ROW.get(node.op, ()):

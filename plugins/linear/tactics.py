@@ -160,12 +160,17 @@ def unsupported(problem: Problem, device: Device) -> str:
         return f"nvfp4 needs sm_100a or newer, this is {device.arch}"
     if p.activation == "int8" and device.capability == 103:
         return f"{device.arch} has no int8 Tensor Cores worth the name"
-    row_bytes = FORMATS[p.format].stored_row(p.k) * {"fp32": 4, "bf16": 2, "fp16": 2}.get(FORMATS[p.format].weights, 1)
-    if row_bytes % 16 or (p.x_stride or p.k) * _BYTES[p.x_type] % 16:
+    if not has_aligned_rows(p.format, p.x_type, p.k) or p.x_stride * _BYTES[p.x_type] % 16:
         return f"rows of {p.k} channels do not start at multiples of 16 bytes"
     if p.num_rows > _MAX_PREPARED and (p.quantizes or p.norm_eps is not None):
         return f"norm and quantization inside the kernel serve up to {_MAX_PREPARED} rows, this bucket has {p.num_rows}"
     return ""
+
+
+def has_aligned_rows(format: str, x_type: str, k: int) -> bool:
+    """Whether rows of k channels of the weights and of x begin at multiples of 16 bytes."""
+    row_bytes = FORMATS[format].stored_row(k) * {"fp32": 4, "bf16": 2, "fp16": 2}.get(FORMATS[format].weights, 1)
+    return row_bytes % 16 == 0 and k * _BYTES[x_type] % 16 == 0
 
 
 def _tiles(p: Problem, device: Device) -> list[Tile]:

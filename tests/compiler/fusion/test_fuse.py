@@ -93,6 +93,15 @@ def test_a_slice_with_both_kinds_of_readers_is_copied_for_both(strided_first: bo
     assert inputs_of(graph, "rms_norm") == [(copy,)] and inputs_of(graph, "softmax")[1] == (copy,)
 
 
+@pytest.mark.parametrize(("start", "width", "kept"), [(8, 24, True), (4, 24, False), (8, 20, False)])
+def test_ranges_that_begin_between_multiples_are_copied(start: int, width: int, kept: bool) -> None:
+    builder = Builder()
+    part = builder.slice(softmax(builder, builder.x("x", "T", width)), 1, start, width)
+    graph = builder.graph([rms_norm(builder, part)])
+    result = verify(fuse_loops(graph, lambda node, operand, type_: node.op == "rms_norm", multiple=8))
+    assert bool(made(result, "slice")) == kept and bool(made(result, "loop")) != kept
+
+
 def test_a_loop_reads_a_slice_through_its_index() -> None:
     def build(b: Builder) -> list[str]:
         part = b.slice(softmax(b, b.x("x", "T", 12)), 1, 4, 12)
