@@ -135,7 +135,8 @@ def _profile(arguments: argparse.Namespace) -> int:
     progress = Progress(not arguments.json)
     try:
         with open_engine(arguments) as engine:
-            facts = profile_engine(engine, arguments.context, arguments.num_workers, progress.show)
+            facts = profile_engine(engine, arguments.context, arguments.num_workers, progress.show,
+                                   arguments.device)
     finally:
         progress.clear()
     if arguments.json:

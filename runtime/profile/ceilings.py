@@ -30,9 +30,9 @@ _MULTIPLY_LAUNCHES = 16
 
 @dataclass(frozen=True)
 class Ceilings:
-    """read_bytes_s   bytes of memory that all workers together read a second
+    """read_bytes_s   bytes of memory that all workers together read a second; of a GPU, that a copy reads and writes
     operations_s      multiplications and additions a second on registers: of "float", "int8", and "w4a8", which is
-                      4-bit weights with 8-bit activations
+                      4-bit weights with 8-bit activations. Nothing of a GPU: there only memory bounds
     """
 
     read_bytes_s: float
@@ -40,7 +40,8 @@ class Ceilings:
 
     def seconds(self, work: Work) -> float:
         """The least time that this work can take: the roofline of Williams et al. 2009."""
-        return max(work.num_bytes / self.read_bytes_s, work.operations / self.operations_s[work.arithmetic])
+        most = self.operations_s.get(work.arithmetic, float("inf"))
+        return max(work.num_bytes / self.read_bytes_s, work.operations / most)
 
 
 def measure_ceilings(engine: EngineFile, num_workers: int) -> Ceilings:

@@ -1,4 +1,5 @@
-"""The time of every launch of a step, measured inside the workers' own loop, and summed up by what it is for."""
+"""The time of every launch of a step, measured where it runs (inside the workers' own loop; by events on a GPU), and
+summed up by what it is for."""
 
 from __future__ import annotations
 
@@ -7,15 +8,16 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, cast
 
 import numpy as np
 
-from ..devices.cpu import CpuProgram
+from ..devices import load_program
 from ..engine_file import EngineFile
-from ..program import Limits
+from ..program import EngineMismatch, Limits, Program
 from ..sampling import SamplingParams
 from ..sampling_state import SequenceSampling
+from ..step import StepInputs
 from .ceilings import Ceilings
 from .work import Phase, Work, bucket_of, work_of
 
@@ -24,6 +26,13 @@ _LEAST_STEPS = 5
 _WARM_UP = 2
 _UNDISTURBED = 0.1
 """Which quantile of a launch's times stands for it: what else the machine does can only lengthen them."""
+
+
+class ProfiledProgram(Program, Protocol):
+    """A device that can tell the time of each launch."""
+
+    def profile(self, inputs: StepInputs) -> np.ndarray:
+        """A whole step; i64 [launches], the ns that each launch of its bucket took."""
 
 
 @dataclass(frozen=True)
@@ -73,19 +82,22 @@ def usual_phases(limits: Limits, context: int) -> list[Phase]:
     return phases
 
 
-def profile(engine: EngineFile, phases: Iterable[Phase], num_workers: int, seconds: float,
-            progress: Callable[[str], None] = lambda text: None) -> list[Profile]:
-    """Runs steps of each phase for about so many seconds.
+def profile(engine: EngineFile, phases: Iterable[Phase], num_workers: int | None, seconds: float,
+            progress: Callable[[str], None] = lambda text: None, device: str | None = None) -> list[Profile]:
+    """Runs steps of each phase for about so many seconds. device: as load_program takes it.
 
-    Raises EngineMismatch if the engine does not run here or is of before profiles, WorkFailed.
+    Raises EngineMismatch if the engine does not run here or is of before profiles, RequestError, WorkFailed.
     """
     phases = list(phases)
     room = max(phase.num_seqs * (phase.context + 16) for phase in phases)
     buckets = [bucket_of(engine, phase.num_tokens)["launches"] for phase in phases]
     facts = [[(launch["kernel"], launch["op"], part_of(launch.get("origin", "")), work_of(engine.plan, launch, phase))
               for launch in launches] for phase, launches in zip(phases, buckets, strict=True)]
-    program = CpuProgram(engine, room, num_workers)
+    loaded = load_program(engine, room, num_workers, device=device)
     try:
+        if not hasattr(loaded, "profile"):
+            raise EngineMismatch("the emulator tells nothing about time: profile the engine on the GPU that it is for")
+        program = cast("ProfiledProgram", loaded)
         found = []
         for phase, launches in zip(phases, facts, strict=True):
             progress(phase.name)
@@ -96,10 +108,10 @@ def profile(engine: EngineFile, phases: Iterable[Phase], num_workers: int, secon
             found.append(Profile(phase, measured, len(times), float(np.median(steps)), float(steps.min())))
         return found
     finally:
-        program.close()
+        loaded.close()
 
 
-def _times(program: CpuProgram, phase: Phase, limits: Limits, seconds: float) -> np.ndarray:
+def _times(program: ProfiledProgram, phase: Phase, limits: Limits, seconds: float) -> np.ndarray:
     """ns [steps, launches]"""
     inputs = program.inputs[0]
     tables = [_tables(program, phase, seq) for seq in range(phase.num_seqs)]
@@ -123,12 +135,12 @@ def _times(program: CpuProgram, phase: Phase, limits: Limits, seconds: float) ->
     return np.stack(times[_WARM_UP:])
 
 
-def _tokens(program: CpuProgram, seq: int, begin: int, count: int) -> list[int]:
+def _tokens(program: ProfiledProgram, seq: int, begin: int, count: int) -> list[int]:
     """Any, but not all the same."""
     return [(31 * (seq + 1) + 17 * position) % program.vocab_size for position in range(begin, begin + count)]
 
 
-def _tables(program: CpuProgram, phase: Phase, seq: int) -> list[list[int]]:
+def _tables(program: ProfiledProgram, phase: Phase, seq: int) -> list[list[int]]:
     """Blocks of its own for each sequence, in each table."""
     count = -(-phase.context // program.block_size)
     num_tables = len(program.kv_windows)

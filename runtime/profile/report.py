@@ -7,11 +7,13 @@ from dataclasses import asdict
 from typing import Any
 
 from ..cli.output import size, table
+from ..devices import device_of
 from ..devices.native_code import check_cpu
 from ..engine_file import EngineFile
+from ..errors import RequestError
 from ..host import available_cores
-from ..program import EngineMismatch, Limits, check_plan_version
-from .ceilings import measure_ceilings
+from ..program import Limits, check_plan_version
+from .ceilings import Ceilings, measure_ceilings
 from .profile import Measured, profile, roofline, summed, usual_phases
 
 KINDS: dict[str, Callable[[Measured], str]] = {
@@ -24,18 +26,37 @@ _LEAST_SHARE = 0.002
 
 
 def profile_engine(engine: EngineFile, context: int, num_workers: int | None, progress: Callable[[str], None],
-                   ) -> dict[str, Any]:
-    """Measures the usual phases, in some seconds. Raises EngineMismatch, EngineFormatError or WorkFailed."""
-    workers = available_cores() if num_workers is None else num_workers
+                   device: str | None = None) -> dict[str, Any]:
+    """Measures the usual phases, in some seconds. device: as load_program takes it.
+
+    Raises RequestError (EngineMismatch, NoGpu, EngineFormatError) or WorkFailed."""
     check_plan_version(engine)
+    where = _where(engine, num_workers, device)
     phases = usual_phases(Limits.of(engine.manifest), context)
-    found = profile(engine, phases, workers, _SECONDS, progress)
+    found = profile(engine, phases, where["num_workers"], _SECONDS, progress, device)
     progress("ceilings of this machine")
-    ceilings = measure_ceilings(engine, workers)
-    return {"engine": str(engine.path), "num_workers": workers, "ceilings": asdict(ceilings), "phases": [
+    ceilings = _ceilings(engine, where)
+    return {"engine": str(engine.path), **where, "ceilings": asdict(ceilings), "phases": [
         {**asdict(each.phase), "num_steps": each.num_steps, "step_s": each.step_s, "least_step_s": each.least_step_s,
          **{kind: [asdict(row) for row in summed(each.launches, key, ceilings)] for kind, key in KINDS.items()}}
         for each in found]}
+
+
+def _where(engine: EngineFile, num_workers: int | None, device: str | None) -> dict[str, Any]:
+    """"device" that the engine runs on, and "num_workers" of a CPU, else None."""
+    name, number = device_of(engine, device)
+    if name == "cuda":
+        return {"device": f"cuda:{number}", "num_workers": None}
+    return {"device": name, "num_workers": available_cores() if num_workers is None else num_workers}
+
+
+def _ceilings(engine: EngineFile, where: dict[str, Any]) -> Ceilings:
+    if where["device"].startswith("cuda"):
+        from .gpu_ceilings import measure_gpu_ceilings
+
+        return measure_gpu_ceilings(int(where["device"].partition(":")[2]))
+    check_cpu(engine)
+    return measure_ceilings(engine, where["num_workers"])
 
 
 def profiles_text(facts: dict[str, Any], kinds: Sequence[str]) -> str:
@@ -77,21 +98,24 @@ def _sum(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _ceilings_text(facts: dict[str, Any]) -> str:
     ceilings = facts["ceilings"]
+    memory = f"{ceilings['read_bytes_s'] / 1e9:.1f} GB/s"
+    if not ceilings["operations_s"]:
+        return (f"At most, measured now on {facts['device']}: memory {memory}, read and written by a copy. How fast it "
+                "multiplies is not known here: least times are those of memory alone.")
     rates = ", ".join(f"{kind} {rate / 1e9:.0f} GOP/s" for kind, rate in ceilings["operations_s"].items())
-    return (f"At most, measured now with {facts['num_workers']} workers: memory "
-            f"{ceilings['read_bytes_s'] / 1e9:.1f} GB/s, {rates}")
+    return f"At most, measured now with {facts['num_workers']} workers: memory {memory}, {rates}"
 
 
 def engine_roofline(engine: EngineFile) -> dict[str, Any]:
     """What steps of the usual phases must read and multiply; how long that takes at least, if the engine runs here."""
-    workers, ceilings, obstacle = available_cores(), None, None
+    ceilings, obstacle = None, None
+    where = _where(engine, None, None)
     try:
-        check_cpu(engine)
-        ceilings = measure_ceilings(engine, workers)
-    except EngineMismatch as error:
+        ceilings = _ceilings(engine, where)
+    except RequestError as error:
         obstacle = str(error)
     phases = usual_phases(Limits.of(engine.manifest), ROOFLINE_CONTEXT)
-    return {"num_workers": workers, "ceilings": None if ceilings is None else asdict(ceilings),
+    return {**where, "ceilings": None if ceilings is None else asdict(ceilings),
             "why_not_here": obstacle, "phases": [roofline(engine, phase, ceilings) for phase in phases]}
 
 

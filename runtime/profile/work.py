@@ -69,8 +69,9 @@ def work_of(plan: Mapping[str, Any], launch: Mapping[str, Any], phase: Phase) ->
     # Of joined launches the last one counts, a matrix: its result is the last of the arguments that are written.
     writes = sorted(launch.get("writes", {}).values(), key=lambda write: int(write["arg"]))
     written = _count(writes[-1]["shape"], phase) if writes else 0
-    weights = [plan["weights"][arg[1]] for arg in launch["args"] if arg[0] == "weight"]
-    slots = {arg[1] for arg in launch["args"] if arg[0] == "kv"}
+    args = [arg[1] if arg[0] == "tensormap" else arg for arg in launch["args"]]
+    weights = [plan["weights"][arg[1]] for arg in args if arg[0] == "weight"]
+    slots = {arg[1] for arg in args if arg[0] == "kv"}
     matrix = max(weights, key=lambda weight: int(weight["size"]), default=None)
     size = sum(weight["size"] for weight in weights)
     op = launch["op"].rpartition("+")[2]
@@ -86,8 +87,10 @@ def work_of(plan: Mapping[str, Any], launch: Mapping[str, Any], phase: Phase) ->
     if op == "expert_linear":
         touched = min(rows[0], written // rows[-1])  # at most: tokens may share experts
         return Work(size * touched // rows[0], written * width, _ARITHMETIC.get(matrix["scheme"], FLOAT))
-    if op == "linear":
-        return Work(size, written * width, _ARITHMETIC.get(matrix["scheme"], FLOAT))
+    if op == "linear" and writes:
+        each = _count([dim for dim in writes[-1]["shape"] if isinstance(dim, int)], phase)
+        gate = 2 if rows[-1] == 2 * each else 1  # its rows come first, and are not in the result
+        return Work(size, gate * written * width, _ARITHMETIC.get(matrix["scheme"], FLOAT))
     return Work(size)
 
 

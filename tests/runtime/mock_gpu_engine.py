@@ -70,7 +70,7 @@ def launches(tokens: int) -> list[tuple[GpuLaunch, dict[str, list[Any]], dict[st
                   "residual": ["arena", at["x"]], "arrived": ["workspace", 0], "partial": ["workspace", 256]},
          {"op": "linear", "writes": {"h": {"arg": 2, "shape": ["T", DIM], "dtype": "bf16"}}}),
         (head, {"x": ["arena", at["h"]], "w": ["weight", "head"], "y": ["arena", at["logits"]], "sizes": sizes},
-         {"op": "linear"}),
+         {"op": "linear", "writes": {"logits": {"arg": 2, "shape": ["T", VOCAB_SIZE], "dtype": "f32"}}}),
         (sample, {name: ["input", f"sampling.{name}"] for name in (
             "counts", "rows", "history_ids", "history_counts", "bias_ids", "bias_values", "masks", "tokens",
             "logprobs", "ranks", "top_ids", "top_logprobs")} | {
@@ -118,7 +118,8 @@ def plan(blobs: dict[str, str], compiled: dict[GpuKernel, CompiledKernel]) -> di
         "kv": {"block_size": BLOCK_SIZE, "block_bytes": BLOCK_BYTES, "windows": [None], "slots": [
             {"slot": 0, "table": 0, "heads": 1, "key_dim": 32, "value_dim": 32, "dtype": "bf16", "key_offset": 0,
              "value_offset": 1024}]},
-        "weights": {name: {"blob": blob, "size": WEIGHTS[name].nbytes} for name, blob in blobs.items()},
+        "weights": {name: {"blob": blob, "size": WEIGHTS[name].nbytes, "label": name,
+                           "shape": list(WEIGHTS[name].shape), "scheme": "bf16"} for name, blob in blobs.items()},
         "workspace": {"bytes": 256 + scratch, "zeroed_bytes": 256},
         "buckets": [{"tokens": tokens, "arena_bytes": offsets(tokens)["end"],
                      "outputs": {"logits": {"offset": offsets(tokens)["logits"], "width": VOCAB_SIZE, "dtype": "f32"}},
