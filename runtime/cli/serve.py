@@ -141,7 +141,7 @@ async def _serve(settings: ServerSettings, arguments: argparse.Namespace) -> int
     fetch = _fetching(arguments)
     if fetch is not None:
         await asyncio.to_thread(fetch, reference)
-    engine = ServedEngine.of(LoadedEngine(reference, options, arguments.self_test))
+    engine = ServedEngine.of(LoadedEngine(reference, options, "full" if arguments.self_test else "none"))
     context = ServerContext(engine, arguments.model_name or engine.file.manifest["model"]["name"], settings)
     del engine  # the context alone decides how long it lives
     try:

@@ -20,7 +20,7 @@ from ..store.policy import ANY_ENGINE, LoadPolicy
 from ..tokenizer import Tokenizer, read_config
 from .executor import Executor, ExecutorSettings
 from .request_log import RequestLog
-from .trial import Trial, try_out
+from .trial import Extent, Trial, try_out
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,9 @@ class LoadedEngine:
     """
 
     def __init__(self, engine: str | os.PathLike[str], options: EngineOptions = EngineOptions(),
-                 tried_out: bool = False) -> None:
-        """engine: a file, a name in the store, or the start of a hash. tried_out: before it takes requests (trial.py).
+                 extent: Extent = "none") -> None:
+        """engine: a file, a name in the store, or the start of a hash. extent: how far it is tried out before it takes
+        requests (trial.py).
 
         Raises RequestError (EngineFormatError, EngineRefused, EngineMismatch, SettingsError, KvCacheSizeError) or
         WorkFailed (SelfTestFailed).
@@ -74,12 +75,12 @@ class LoadedEngine:
         self._program: Program | None = None
         try:
             options.policy.check(self.file, located.attestations)
-            self._load(tried_out)
+            self._load(extent)
         except BaseException:
             self._release()
             raise
 
-    def _load(self, tried_out: bool) -> None:
+    def _load(self, extent: Extent) -> None:
         options, manifest = self.options, self.file.manifest
         built = Limits.of(manifest)
         settings = SchedulerSettings.within(built, options.max_batch_size, options.max_num_tokens,
@@ -94,8 +95,8 @@ class LoadedEngine:
         self.vocab_size = program.vocab_size
         self.tokenizer = Tokenizer.of(self.file)
         self.stop_token_ids = frozenset(read_config(self.file).get("eos_token_ids", ()))
-        if tried_out:
-            self.trial = self._try_out(program, settings)
+        if extent != "none":
+            self.trial = self._try_out(program, settings, extent)
         self.kv = self._empty_cache(program, settings)
         self.executor = Executor(
             program, self.kv, ExecutorSettings(settings, self.limits.max_seq_len, options.max_queue_size),
@@ -107,13 +108,13 @@ class LoadedEngine:
                        num_host_blocks=program.num_host_blocks, max_chunk=settings.max_num_tokens,
                        enable_reuse=self.options.prefix_reuse, events=EventBuffer())
 
-    def _try_out(self, program: Program, settings: SchedulerSettings) -> Trial:
+    def _try_out(self, program: Program, settings: SchedulerSettings, extent: Extent) -> Trial:
         """With a cache and an executor of its own, so that neither counters nor cached prefixes tell of it."""
         kv, longest = self._empty_cache(program, settings), self.limits.max_seq_len
         executor = Executor(program, kv, ExecutorSettings(settings, longest, 2 * settings.max_batch_size))
         try:
             return try_out(executor, SelfTest.read(self.file), self.limits, kv.longest(longest), program.vocab_size,
-                           self.file.manifest["target"].get("kind", "cpu"), self.file.path)
+                           self.file.manifest["target"].get("kind", "cpu"), self.file.path, extent)
         finally:
             executor.close()
 

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from ..errors import IngotError
 from ..sampling import SamplingParams
@@ -26,6 +26,10 @@ _SHORT_PROMPT = 8
 _SHORT_ANSWER = 4
 
 
+Extent = Literal["none", "brief", "full"]
+"""brief: the record, or one prompt, for an engine that has served here before; full: the rest of this module too."""
+
+
 @dataclass(frozen=True)
 class Trial:
     """recorded            the engine holds the answers of its build, and gave them again
@@ -38,7 +42,7 @@ class Trial:
 
 
 def try_out(executor: Executor, record: SelfTest | None, limits: Limits, kv_len: int, vocab_size: int, target_kind: str,
-            engine: str) -> Trial:
+            engine: str, extent: Extent = "full") -> Trial:
     """kv_len: tokens that a sequence has room for in the KV cache. engine: its name in errors.
 
     Leaves cached prefixes and counters behind: the executor is for this alone. Raises SelfTestFailed.
@@ -55,17 +59,21 @@ def try_out(executor: Executor, record: SelfTest | None, limits: Limits, kv_len:
                 raise SelfTestFailed(f"{engine}: the recorded prompt has tokens beyond the vocabulary")
             (answer,) = asking.ask([record.prompt_token_ids], count)
             difference = record.compare(answer, engine)
-    _smoke(asking, limits, room, vocab_size, target_kind, engine)
+    if extent == "full" or record is None:
+        _smoke(asking, limits, room, vocab_size, target_kind, engine, extent)
     return Trial(record is not None, difference, time.monotonic() - begin)
 
 
-def _smoke(asking: _Asking, limits: Limits, room: int, vocab_size: int, target_kind: str, engine: str) -> None:
+def _smoke(asking: _Asking, limits: Limits, room: int, vocab_size: int, target_kind: str, engine: str,
+           extent: Extent) -> None:
     """Raises SelfTestFailed for numbers that are none, and for answers that depend on what runs beside them."""
     prompt = _tokens(0, min(_SHORT_PROMPT, max(1, room - 1)), vocab_size)
     count = min(_SHORT_ANSWER, room - len(prompt))
     if count < 1:
         return
     (alone,) = asking.ask([prompt], count)
+    if extent == "brief":
+        return
     mates = [_tokens(number, len(prompt), vocab_size) for number in range(1, limits.max_batch_size)]
     among, *_ = asking.ask([prompt, *mates], count)
     try:

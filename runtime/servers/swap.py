@@ -18,6 +18,7 @@ from ..errors import IngotError, RequestError, WorkFailed
 from ..executor.loading import LoadedEngine
 from ..executor.overlap import KvBudget, NoRoom, kv_beside
 from ..executor.request import Draining
+from ..executor.trial import Extent
 from ..host import available_memory_bytes
 from ..self_test import SelfTestFailed
 from ..store.locate import locate
@@ -82,7 +83,7 @@ class Swapper:
     """
 
     def __init__(self, context: ServerContext, options: EngineOptions, budget: KvBudget,
-                 load: Callable[[str, EngineOptions], LoadedEngine] | None = None,
+                 load: Callable[[str, EngineOptions, Extent], LoadedEngine] = LoadedEngine,
                  available_bytes: Callable[[], int] = available_memory_bytes) -> None:
         self.phase: Phase = "idle"
         self.loading = ""
@@ -91,7 +92,7 @@ class Swapper:
         self._context = context
         self._options = options
         self._budget = budget
-        self._load = load or _load
+        self._load = load
         self._available_bytes = available_bytes
         self._turn = asyncio.Lock()
         self._tasks: set[asyncio.Task[SwapReport]] = set()
@@ -139,7 +140,9 @@ class Swapper:
         if engine is None:
             options = await asyncio.to_thread(self._checked, new_hash, request)
             self.phase = "loading"
-            loaded = await asyncio.to_thread(self._load, new_hash, options)
+            # What has served here is the same to the last bit: a rollback must be quick.
+            extent: Extent = "brief" if new_hash in self.history else "full"
+            loaded = await asyncio.to_thread(self._load, new_hash, options, extent)
             if self._context.is_draining:
                 await asyncio.to_thread(loaded.close)
                 self._check_state(request)
@@ -194,10 +197,6 @@ class Swapper:
                 host = request.host_kv_tokens
             tokens = kv_beside(file.manifest, wanted, host, least, f"engine {new_hash[:12]}", self._available_bytes)
         return replace(self._options, kv_cache_tokens=tokens, host_kv_tokens=host, host_cache_fraction=None)
-
-
-def _load(new_hash: str, options: EngineOptions) -> LoadedEngine:
-    return LoadedEngine(new_hash, options, tried_out=True)
 
 
 def _require_same_tokenizer(current: EngineFile, new: EngineFile) -> None:

@@ -93,7 +93,7 @@ def test_a_self_test_is_recorded_and_passed(request_: BuildRequest, changed: Pat
     assert result.path is not None and result.hash != plain.hash and result.manifest["recipe"]["self_test"] is True
     assert "self_test" not in plain.manifest["recipe"]
     options = EngineOptions(kv_cache_tokens=128)
-    with LoadedEngine(result.path, options, tried_out=True) as loaded:
+    with LoadedEngine(result.path, options, extent="full") as loaded:
         assert loaded.trial is not None and loaded.trial.recorded and loaded.trial.largest_difference < 1e-4
     with EngineFile.open(result.path) as file:
         record = SelfTest.read(file)
@@ -107,7 +107,7 @@ def test_a_self_test_is_recorded_and_passed(request_: BuildRequest, changed: Pat
     again = refit(RefitRequest(result.path, str(changed), tmp_path / "again.engine", self_test=True))
     built = build(replace(request_, model=str(changed), output=tmp_path / "built.engine", self_test=True))
     assert again.hash == built.hash, "byte for byte what a build gives"
-    with LoadedEngine(again.path, options, tried_out=True) as loaded:
+    with LoadedEngine(again.path, options, extent="full") as loaded:
         assert loaded.trial is not None and loaded.trial.recorded
     with EngineFile.open(again.path) as file:
         other = SelfTest.read(file)

@@ -23,7 +23,8 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 def run(engines: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
         *options: str) -> tuple[int, dict[str, Any]]:
-    monkeypatch.setattr(sys, "argv", ["swap", *map(str, engines), "--json", "--num-prompt-tokens", "8", *options])
+    monkeypatch.setattr(sys, "argv", ["swap", *map(str, engines), "--json", "--prefix-reuse",
+                                      "--num-prompt-tokens", "8", *options])
     status = swap.main()
     return status, json.loads(capsys.readouterr().out)
 

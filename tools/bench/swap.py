@@ -3,9 +3,12 @@
     python -m tools.bench.swap ENGINE ENGINE [--clients 32] [--swaps 20] [--json]
 
 Both engines must have the same tokenizer. Each of the clients asks one prompt after the other, greedily, all the time.
-Every few seconds `ingot engines rollback prod --server ADDR` moves the server to the other engine. Each answer must be
+Every second or so `ingot engines rollback prod --server ADDR` moves the server to the other engine. Each answer must be
 the one that the engine whose hash it tells gives to the prompt alone, offline; none may fail. At last the server is
 asked for an engine that differs from one of them in its self-test record only, and must keep what it has.
+
+The server does not reuse prefixes unless --prefix-reuse says so: kernels for one token round otherwise than those for
+many, so that a prompt that was found in the cache can have another answer than one that was computed.
 
 Told: seconds from the start of the command to the first token of a request that the other engine answers, as a client
 sees it; what the server itself needed to load the engine and try it out; how long running answers paused; memory.
@@ -45,12 +48,13 @@ from ingot.runtime.servers.proto import control_pb2 as control
 from ingot.runtime.store.lock_file import move_of
 from ingot.runtime.store.store import Store
 
-from .overload import resident_bytes
+from .overload import growth, resident_bytes
 from .replicas import Server, serve
 
 _GENERATE = "/trtllm.TrtllmService/Generate"
 _STATUS = "/ingot.v1.Control/GetSwapStatus"
 NAME = "prod"
+PROBE_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -172,16 +176,35 @@ class Clients:
         self.seen.answers[told] += 1
 
     async def first_token(self, engine_hash: str) -> float:
-        """When (time.monotonic()) the first token of a new request came from this engine, which is taking over."""
-        number = 0
-        while True:
-            number += 1
+        """When (time.monotonic()) the first token of a new request came from this engine, which is taking over.
+
+        A request every PROBE_S, whatever became of those before: those wait for their turn on the old engine.
+        """
+        came: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        probes: set[asyncio.Task[None]] = set()
+
+        async def probe(number: int) -> None:
             call = self._call(self._load.request(self._prompts[number % len(self._prompts)], 1))
-            told = _hash_in(await call.initial_metadata())
-            async for _ in call:
-                came_at = time.monotonic()
-            if told == engine_hash:
-                return came_at
+            try:
+                if _hash_in(await call.initial_metadata()) != engine_hash:
+                    return
+                async for _ in call:
+                    if not came.done():
+                        came.set_result(time.monotonic())
+                    return
+            except aio.AioRpcError as error:
+                self.seen.failed[error.code().name] += 1
+            finally:
+                call.cancel()
+
+        number = 0
+        while not came.done():
+            number += 1
+            probes.add(asyncio.create_task(probe(number)))
+            await asyncio.wait((came,), timeout=PROBE_S)
+        for task in probes:
+            task.cancel()
+        return came.result()
 
 
 def _hash_in(metadata: object) -> str:
@@ -243,7 +266,7 @@ async def measure(server: Server, store: Store, hashes: list[str], expected: dic
         "trials": dict(Counter(swap.trial for swap in swaps)),
         "gap_between_tokens_ms": {"quiet": _tail_ms(quiet), "while_swapping": _tail_ms(loud)},
         "memory_mb": {"before": round(memory[0] / 1e6, 1), "highest": round(max(memory) / 1e6, 1),
-                      "after": round(memory[-1] / 1e6, 1)},
+                      "after": round(memory[-1] / 1e6, 1), "growth": round(growth(memory), 3)},
         "broken_engine": broken[1]}
     held = {"every request was answered": not seen.failed, "no answer is mixed": seen.mixed == 0,
             "every answer tells its engine": seen.untold == 0, "both engines answered": len(seen.answers) == 2,
@@ -301,6 +324,7 @@ def main() -> int:
     parser.add_argument("--swaps", type=int, default=20)
     parser.add_argument("--pause", type=float, default=1.0, metavar="SECONDS", help="between two (default 1)")
     parser.add_argument("--kv-cache-tokens", type=int, default=16384)
+    parser.add_argument("--prefix-reuse", action="store_true")
     for name in ("clients", "num_prompts", "num_prompt_tokens", "max_tokens"):
         parser.add_argument("--" + name.replace("_", "-"), type=int, default=getattr(Load, name))
     parser.add_argument("--json", action="store_true")
@@ -310,8 +334,9 @@ def main() -> int:
         store, hashes, paths = prepare(*arguments.engines, Path(folder))
         expected = {hash: reference(path, load) for hash, path in zip(hashes, paths, strict=True)}
         different = sum(a != b for a, b in zip(*expected.values(), strict=True))
-        with serve(Path(NAME), "--store", str(store.folder), "--kv-cache-tokens", str(arguments.kv_cache_tokens)
-                   ) as server:
+        options = ["--store", str(store.folder), "--kv-cache-tokens", str(arguments.kv_cache_tokens),
+                   *([] if arguments.prefix_reuse else ["--no-prefix-reuse"])]
+        with serve(Path(NAME), *options) as server:
             figures, held = asyncio.run(measure(server, store, hashes, expected, load, arguments.swaps,
                                                 arguments.pause))
     figures["prompts_that_the_engines_answer_differently"] = f"{different} of {load.num_prompts}"

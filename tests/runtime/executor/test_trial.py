@@ -13,7 +13,7 @@ from ingot.compiler.self_test import record_self_test
 from ingot.runtime.devices import cpu
 from ingot.runtime.engine import Engine
 from ingot.runtime.engine_file import EngineFile
-from ingot.runtime.executor import loading
+from ingot.runtime.executor import loading, trial
 from ingot.runtime.executor.loading import EngineOptions, LoadedEngine
 from ingot.runtime.program import Program
 from ingot.runtime.self_test import NUM_TOKENS, SelfTest, SelfTestFailed
@@ -37,13 +37,13 @@ def test_an_engine_gives_again_what_was_recorded(recorded_path: Path) -> None:
     for row, token, (ids, values) in zip(logits, record.token_ids, record.top, strict=False):
         assert int(row.argmax()) == token == ids[0]
         assert values[0] == pytest.approx(-float(np.log(np.exp(row - row.max()).sum())), abs=1e-4)
-    with LoadedEngine(recorded_path, OPTIONS, tried_out=True) as loaded:
+    with LoadedEngine(recorded_path, OPTIONS, extent="full") as loaded:
         assert loaded.trial is not None and loaded.trial.recorded and loaded.trial.largest_difference < 1e-4
 
 
 def test_a_trial_leaves_no_trace(mock_path: Path, tmp_path: Path) -> None:
     sink, log = Sink(), tmp_path / "requests"
-    with LoadedEngine(mock_path, replace(OPTIONS, log_requests=str(log)), tried_out=True) as loaded:
+    with LoadedEngine(mock_path, replace(OPTIONS, log_requests=str(log)), extent="full") as loaded:
         assert loaded.trial is not None and not loaded.trial.recorded
         recorder, usage = loaded.executor.recorder, loaded.kv.usage()
         assert (recorder.requests_received, recorder.steps, loaded.kv.stats.queried_tokens) == (0, 0, 0)
@@ -57,7 +57,7 @@ def test_a_trial_leaves_no_trace(mock_path: Path, tmp_path: Path) -> None:
 def test_lowered_limits_and_little_memory(recorded_path: Path) -> None:
     for lowered in ({"max_seq_len": 30}, {"max_seq_len": 2}, {"kv_cache_tokens": 4}):
         options = replace(OPTIONS, **lowered)
-        with LoadedEngine(recorded_path, options, tried_out=True) as loaded:
+        with LoadedEngine(recorded_path, options, extent="full") as loaded:
             assert loaded.trial is not None
 
 
@@ -84,6 +84,23 @@ def invalid(program: Broken, inputs: StepInputs) -> None:
     inputs.sampling.outputs.tokens[:] = -1
 
 
+def test_a_brief_trial_asks_for_the_record_alone(recorded_path: Path, mock_path: Path,
+                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    ask = trial._Asking.ask
+
+    def counted(self: trial._Asking, prompts: list[list[int]], max_tokens: int) -> object:
+        asked.append(len(prompts))
+        return ask(self, prompts, max_tokens)
+
+    monkeypatch.setattr(trial._Asking, "ask", counted)
+    for path, extent, expected in ((recorded_path, "brief", [1]), (mock_path, "brief", [1]),
+                                   (recorded_path, "full", [1, 1, 4, 1]), (mock_path, "full", [1, 4, 1])):
+        with LoadedEngine(path, OPTIONS, extent=extent):  # type: ignore[arg-type]
+            assert asked == expected
+        asked.clear()
+
+
 @pytest.mark.parametrize(("rows", "change", "message"), [
     (lambda count: True, shifted, "other logits than were recorded"),
     (lambda count: count > 1, shifted, "another answer alone than among 3 others"),
@@ -99,5 +116,5 @@ def test_a_broken_engine(recorded_path: Path, monkeypatch: pytest.MonkeyPatch, r
     monkeypatch.setattr(loading, "load_program", load)
     before = len(list(Path("/proc/self/fd").iterdir()))
     with pytest.raises(SelfTestFailed, match=message):
-        LoadedEngine(recorded_path, OPTIONS, tried_out=True)
+        LoadedEngine(recorded_path, OPTIONS, extent="full")
     assert len(list(Path("/proc/self/fd").iterdir())) == before
