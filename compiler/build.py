@@ -175,6 +175,7 @@ def build(request: BuildRequest, progress: Progress = lambda stage, detail: None
     with clock.stage("plan", f"{len(graph.nodes)} operations after fusion"):
         program = _program(graph, target, precision, limits, tuning,
                            lambda symbol: progress("plan", f"compiling {symbol}"), cache)
+    warnings = (*warnings, *program.warnings())
     manifest = _manifest(request, source, facts, imported, target, precision, kv, limits, program)
     if isinstance(source, CheckpointSource):
         warnings = (*warnings, *_quantization(source.checkpoint, program, target, manifest))

@@ -14,6 +14,7 @@ from ..cache.build_cache import BuildCache
 from ..calibration.record import METHODS
 from ..recipe.matrix import Outcome, build_all
 from ..recipe.read import read_recipe
+from .gpu_summary import gpu_rows, kernel_rows
 from .report import Report
 
 # Options that a recipe says itself: option -> its default.
@@ -198,6 +199,7 @@ def _summary(result: BuildResult) -> str:
         ("limits", ", ".join(f"{name} {value}" for name, value in limits.items())),
         ("memory", f"weights {size(memory['weights_bytes'])}, arena {size(memory['arena_bytes'])}, "
                    f"{size(memory['kv_bytes_per_token'])} of KV a token"),
+        *gpu_rows(manifest, dry_run=result.path is None),
         ("time", ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in result.seconds.items())),
     ]
     if stored := manifest["model"].get("quantization"):
@@ -207,4 +209,7 @@ def _summary(result: BuildResult) -> str:
     rows += result.quality.describe() if result.quality else []
     if result.reused:
         rows.append(("reused", ", ".join(f"{kind} {found}/{asked}" for kind, (found, asked) in result.reused.items())))
-    return table(rows)
+    shown = table(rows)
+    if result.path is None and manifest["target"]["kind"] == "cuda":
+        shown += f"\n\n{kernel_rows(manifest)}"
+    return shown

@@ -52,6 +52,10 @@ class CpuProgram:
         """More of the manifest."""
         return {}
 
+    def warnings(self) -> tuple[str, ...]:
+        """What the user should know of it."""
+        return ()
+
     def members(self, compiler: str, cache: BuildCache | None = None) -> dict[str, bytes]:
         """Member of the engine -> its bytes. Raises CompileError or NoCompiler."""
         return {CODE_MEMBER: self.compile(compiler, cache)}

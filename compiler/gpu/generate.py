@@ -29,6 +29,9 @@ from .report import kernel_report
 from .storage import stored_types
 from .triton_compile import CompiledKernel
 
+KV_FRACTION = 0.9
+"""Of the memory that is left, for the KV cache: what the runtime takes by default."""
+
 _ALIGNMENT = 256
 _LAYER = re.compile(r"\blayers?\.(\d+)\b|\bh\.(\d+)\b")
 
@@ -58,7 +61,7 @@ class GpuProgram:
         return {}
 
     def plan(self, written: dict[str, Weight]) -> Plan:
-        kernels = {name: _kernel_json(kernel, self.code[name]) for name, kernel in self.kernels.items()}
+        kernels = {name: kernel_json(kernel, self.code[name]) for name, kernel in self.kernels.items()}
         kernels |= self.meetings
         return Plan(self.kv, written, self.buckets, self.probes, kernels, self.workspace)
 
@@ -66,11 +69,25 @@ class GpuProgram:
         return self.table
 
     def memory(self) -> dict[str, Any]:
-        """Sizes in bytes; step_bytes: of a step's inputs and outputs."""
+        """Sizes in bytes, of one GPU. step_bytes: of a step's inputs and outputs; fixed_bytes: all but the KV cache;
+        kv_tokens: that KV_FRACTION of the device's other memory holds, 0 where nothing is left."""
         report = memory_report(self.weights, self.buckets, self.kv)
-        fixed = report["weights_bytes"] + report["arena_bytes"] + self.workspace.bytes + self.step_bytes
-        return report | {"workspace_bytes": self.workspace.bytes, "step_bytes": self.step_bytes,
-                         "fixed_bytes": fixed, "device_bytes": self.gpu.memory_bytes}
+        code = sum(len(compiled.cubin) for compiled in self.code.values())
+        fixed = report["weights_bytes"] + report["arena_bytes"] + self.workspace.bytes + self.step_bytes + code
+        left = max(0, self.gpu.memory_bytes - fixed)
+        blocks = int(KV_FRACTION * left) // self.kv.block_bytes // len(self.kv.windows)
+        return report | {"workspace_bytes": self.workspace.bytes, "step_bytes": self.step_bytes, "code_bytes": code,
+                         "fixed_bytes": fixed, "device_bytes": self.gpu.memory_bytes,
+                         "kv_tokens": blocks * self.kv.block_size}
+
+    def warnings(self) -> tuple[str, ...]:
+        """What the user should know of it."""
+        memory = self.memory()
+        if memory["kv_tokens"]:
+            return ()
+        return (f"weights and arena take {memory['fixed_bytes'] / 1e9:.1f} GB; one GPU has "
+                f"{memory['device_bytes'] / 1e9:.1f} GB, so that no KV cache fits: a precision of fewer bits, or "
+                "several GPUs (--tensor-parallel), need less of each",)
 
     def facts(self) -> dict[str, Any]:
         """More of the manifest."""
@@ -176,8 +193,8 @@ def _argument(arg: Arg, kind: str | TensorMap) -> Arg:
     return Arg(arg.kind, arg.name, arg.offset, arg.part, (*kind.shape, kind.stride))
 
 
-def _kernel_json(kernel: GpuKernel, code: CompiledKernel) -> dict[str, Any]:
-    """As CONTRACT in docs/architecture.md: what launches it, and what its source is."""
+def kernel_json(kernel: GpuKernel, code: CompiledKernel) -> dict[str, Any]:
+    """Its entry in a plan: what a launch needs, and what its source is."""
     parameters = [[name, kind if isinstance(kind, str) else {"tensormap": kind.dtype, "block": list(kind.block)}]
                   for name, kind in kernel.parameters]
     return {"code": f"code/{kernel.symbol}.cubin", "entry": code.entry, "threads": 32 * code.num_warps,

@@ -10,7 +10,8 @@ import yaml
 
 from ingot.compiler.build import BuildRequest, build
 from ingot.compiler.targets import BadTarget, Target, UnknownTarget, architectures, find_target, list_targets
-from ingot.compiler.targets.target import UnsupportedPrecision, UnsupportedTarget
+from ingot.compiler.targets.target import UnsupportedPrecision
+from ingot.runtime.errors import RequestError
 from ingot.runtime.cli import main
 
 GPUS = [target for target in list_targets() if target.gpu is not None]
@@ -60,9 +61,18 @@ def test_fp8_on_an_a100_is_told_what_it_has() -> None:
         build(BuildRequest("/no/model", "a100", "fp8"))
 
 
-def test_engines_for_gpus_are_refused_with_what_is_missing() -> None:
-    with pytest.raises(UnsupportedTarget, match=r"h200 \(sm_90a\)[\s\S]*QGMMA[\s\S]*still missing is the lowering"):
-        build(BuildRequest("/no/model", "h200", "fp8"))
+@pytest.mark.parametrize(("precision", "kv", "message"), [
+    ("bf16", "fp32", "in bf16 for h200 computes in bf16; its KV cache may be bf16, fp8 or int8, not fp32"),
+    ("fp16", "bf16", "in fp16 for h200 computes in fp16; its KV cache may be fp16, fp8 or int8, not bf16"),
+    ("bf16", "int4", "h200 has no KV cache in 'int4'; it has: fp32, bf16, fp16, fp8, int8")])
+def test_caches_that_kernels_do_not_read(precision: str, kv: str, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        build(BuildRequest("/no/model", "h200", precision, kv_precision=kv))
+
+
+def test_quality_is_not_measured_while_a_gpu_engine_is_built() -> None:
+    with pytest.raises(RequestError, match="h200 is not measured while it is built"):
+        build(BuildRequest("/no/model", "h200", "bf16", measure_quality=True))
 
 
 def write(path: Path, **targets: Any) -> Path:
