@@ -1,0 +1,257 @@
+"""GPU engines in the emulator, against the graph that they were compiled from and against Hugging Face.
+
+    python -m tools.emulate [--model NAME …] [--target NAME …] [--precision NAME …] [--tokens N] [--new-tokens N]
+
+Models: two layers of random weights of llama, qwen3, gemma3, mixtral and gpt_oss, and SmolLM2 cut to its first four
+layers. Each is built for each target and precision, loaded from its file, and run as any other engine is. Exit status 1
+if anything differs by more than it may.
+
+    graph    relative error of the engine's logits, against its final graph interpreted in float32: matrices and their
+             inputs quantized as the precision says, nothing else rounded
+    float32  the same for an engine in which nothing else is rounded either: what remains is the order of sums
+    engine, scheme  relative errors of the engine and of that graph against Hugging Face's model in float32
+
+Engines keep values between launches in 16 bits. Where a matrix quantizes its inputs to 8 bits or fewer, such a rounding
+decides now and then between two codes, and the error against the graph is of the size of the scheme's own. So of those
+precisions the arithmetic is proven in float32, and the engine may not be worse than its scheme.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from ingot.compiler.build import BuildRequest, build
+from ingot.compiler.cache.build_cache import BuildCache
+from ingot.compiler.compare import Greedy, compare_greedy
+from ingot.compiler.ir.graph import Graph
+from ingot.compiler.ir.interpret import run
+from ingot.compiler.model_source import open_checkpoint_source
+from ingot.compiler.passes.pipeline import gpu_pipeline, run_passes
+from ingot.compiler.precision import GPU_PRECISIONS, find_precision
+from ingot.compiler.reference_model import ReferenceModel
+from ingot.compiler.targets import find_target
+from ingot.runtime.engine import Engine
+from ingot.runtime.folders import cache_folder
+
+FAMILIES = {"llama": "llama", "qwen3": "qwen3", "gemma3": "gemma3_text", "mixtral": "mixtral", "gpt_oss": "gpt_oss"}
+"""Name -> model_type of transformers."""
+
+SMOLLM2 = "smollm2-4"
+LIMITS = {"max_batch_size": 4, "max_num_tokens": 32, "max_seq_len": 128}
+_SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_attention_heads": 4,
+          "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 256, "sliding_window": 32}
+
+QUANTIZES_INPUTS = ("fp8", "int8", "w4a8", "nvfp4")
+BOUND, FLOAT32_BOUND = 2e-2, 1e-3
+WORSE = 1.25
+"""How much larger the error of an engine may be than that of its scheme: two draws of the same roundings."""
+
+EXPLAINED = 6.0
+"""A greedy token may differ where the two best logits are at most so many of the engine's typical errors apart."""
+
+
+def random_checkpoint(family: str, folder: Path) -> Path:
+    """Two layers of random weights; extents are multiples of the groups of every precision."""
+    from .small_models import save_random, small_config
+
+    save_random(small_config(FAMILIES[family], **_SIZES), folder)
+    return folder
+
+
+def first_layers(checkpoint: Path, count: int, folder: Path) -> Path:
+    """A real model without its later layers, with its tokenizer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    AutoModelForCausalLM.from_pretrained(checkpoint, num_hidden_layers=count, dtype="auto").save_pretrained(folder)
+    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(folder)
+    return folder
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The final graph of an engine, to be interpreted in numpy."""
+
+    graph: Graph
+    source: Any
+
+    @classmethod
+    def of(cls, checkpoint: Path, target: str, precision: str, max_seq_len: int, cache: BuildCache) -> Reference:
+        chosen = find_precision(precision, find_target(target).gpu)
+        source = open_checkpoint_source(str(checkpoint), None)
+        imported, _ = source.graph(source.facts(cache), max_seq_len, cache)
+        return cls(run_passes(imported, gpu_pipeline(chosen, chosen.kv)), source.checkpoint)
+
+    def logits(self, tokens: Sequence[int]) -> np.ndarray:
+        """f32 [T, vocab], computed in one piece."""
+        count = len(tokens)
+        inputs = {"token_ids": np.array(tokens, np.int32), "positions": np.arange(count, dtype=np.int32),
+                  "logit_rows": np.arange(count, dtype=np.int32)}
+        return run(self.graph, inputs, self.source)[self.graph.outputs[0]]
+
+
+@contextmanager
+def in_float32(precision: str, target: str) -> Iterator[str]:
+    """A precision whose matrices are quantized as in this one while everything else is float32, for as long as the
+    block runs. Gives its name."""
+    name, found = f"{precision}+fp32", find_target(target)
+    given = find_precision(precision, found.gpu)
+    rules = tuple(replace(rule, scheme="fp32" if rule.scheme in ("bf16", "fp16") else rule.scheme)
+                  for rule in given.rules)
+    GPU_PRECISIONS[name] = replace(given, name=name, rules=rules, floats="fp32", kv="fp32")
+    found.precisions[name] = found.precisions[precision]
+    try:
+        yield name
+    finally:
+        del GPU_PRECISIONS[name], found.precisions[name]
+
+
+def relative(got: np.ndarray, wanted: np.ndarray) -> float:
+    return float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
+
+
+@dataclass(frozen=True)
+class Row:
+    """float32: None where the precision quantizes no inputs. greedy: with the engine's typical error of a logit, where
+    answers were compared."""
+
+    model: str
+    target: str
+    precision: str
+    graph: float
+    float32: float | None
+    engine: float
+    scheme: float
+    greedy: Greedy | None
+    logit_error: float
+    steps: int
+    seconds: float
+
+    @property
+    def failures(self) -> list[str]:
+        where, found = f"{self.model}, {self.target}, {self.precision}", []
+        if self.float32 is None:
+            bound = FLOAT32_BOUND if self.precision == "fp32" else BOUND
+            if not self.graph <= bound:
+                found.append(f"{where}: relative error {self.graph:.2e} against the graph exceeds {bound:.0e}")
+        else:
+            if not self.float32 <= FLOAT32_BOUND:
+                found.append(f"{where}: relative error {self.float32:.2e} in float32 exceeds {FLOAT32_BOUND:.0e}")
+            if not self.engine <= WORSE * self.scheme + BOUND:
+                found.append(f"{where}: the engine's error {self.engine:.2e} is beyond its scheme's {self.scheme:.2e}")
+        if self.greedy is not None and self.greedy.largest_gap > EXPLAINED * self.logit_error:
+            found.append(f"{where}: a greedy token differs where the two best logits are {self.greedy.largest_gap:.3f} "
+                         f"apart; logits err by {self.logit_error:.3f}")
+        return found
+
+
+def emulate(model: str, checkpoint: Path, target: str, precision: str, folder: Path, cache: BuildCache, *,
+            num_tokens: int = 40, num_new_tokens: int = 8) -> Row:
+    """Builds an engine and runs it. num_tokens: of the prompt whose logits are compared."""
+    begin = time.perf_counter()
+    path = _built(checkpoint, target, precision, folder, cache)
+    steps = 0
+    with Engine.load(path, device="emulator", kv_cache_tokens=512) as engine:
+        tokens = _prompt(engine, num_tokens)
+        logits = engine.logits(tokens)
+        steps += -(-num_tokens // LIMITS["max_batch_size"])
+        hugging_face = ReferenceModel(str(checkpoint))
+        wanted = hugging_face.logits(tokens)
+        graph = Reference.of(checkpoint, target, precision, LIMITS["max_seq_len"], cache).logits(tokens)
+        greedy = None
+        if precision == "bf16":
+            prompts = [tokens[:20], [*tokens[:17], *tokens[5:12]]]  # the second begins as the first does
+            greedy = compare_greedy(engine, hugging_face, prompts, num_new_tokens)
+    float32 = None
+    if precision in QUANTIZES_INPUTS:
+        with in_float32(precision, target) as wide:
+            path = _built(checkpoint, target, wide, folder, cache)
+            reference = Reference.of(checkpoint, target, wide, LIMITS["max_seq_len"], cache)
+            with Engine.load(path, device="emulator", kv_cache_tokens=512) as engine:
+                float32 = relative(engine.logits(tokens), reference.logits(tokens))
+    return Row(model, target, precision, relative(logits, graph), float32, relative(logits, wanted),
+               relative(graph, wanted), greedy, float(np.sqrt(np.mean((logits - wanted) ** 2))), steps,
+               time.perf_counter() - begin)
+
+
+def _built(checkpoint: Path, target: str, precision: str, folder: Path, cache: BuildCache) -> Path:
+    """Weights are rounded to nearest, as the graph's are."""
+    path = folder / f"{checkpoint.name}.{target}.{precision}.engine"
+    build(BuildRequest(str(checkpoint), target, precision, path, calibrate=False, force=True, **LIMITS), cache=cache)
+    return path
+
+
+def _prompt(engine: Engine, count: int) -> list[int]:
+    if engine.tokenizer is None:
+        return [int(token) for token in np.random.default_rng(1).integers(0, engine.program.vocab_size, count)]
+    text = " ".join((__doc__ or "").split())
+    return engine.tokenizer.encode(text)[:count]
+
+
+def report(rows: Sequence[Row]) -> str:
+    lines = ["| model | target | precision | graph | float32 | engine | scheme | greedy tokens equal | s |",
+             "|---|---|---|---|---|---|---|---|---|"]
+    for row in rows:
+        float32 = "" if row.float32 is None else f"{row.float32:.1e}"
+        greedy = ""
+        if row.greedy is not None:
+            count = row.greedy.num_tokens
+            greedy = f"{count - len(row.greedy.differences)} of {count}"
+            if row.greedy.differences:
+                greedy += f" (gap {row.greedy.largest_gap:.3f}, error {row.logit_error:.3f})"
+        lines.append(f"| {row.model} | {row.target} | {row.precision} | {row.graph:.1e} | {float32} | {row.engine:.1e} "
+                     f"| {row.scheme:.1e} | {greedy} | {row.seconds:.0f} |")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    models = (*FAMILIES, SMOLLM2)
+    parser.add_argument("--model", nargs="+", choices=models, default=list(models), metavar="NAME",
+                        help=f"of {', '.join(models)} (default: all)")
+    parser.add_argument("--target", nargs="+", default=["h200"], metavar="NAME", help="default h200")
+    parser.add_argument("--precision", nargs="+", default=["bf16"], metavar="NAME", help="default bf16")
+    parser.add_argument("--tokens", type=int, default=40, metavar="N", help="length of the prompt (default 40)")
+    parser.add_argument("--new-tokens", type=int, default=8, metavar="N", help="length of greedy answers (default 8)")
+    arguments = parser.parse_args(argv)
+    # Transformers imports Triton, which then could only compile.
+    os.environ["TRITON_INTERPRET"] = "1"
+    rows, cache = [], BuildCache(cache_folder())
+    with TemporaryDirectory(prefix="ingot-emulate-") as name:
+        for model in arguments.model:
+            folder = Path(name) / model
+            checkpoint = _checkpoint(model, folder)
+            for target in arguments.target:
+                for precision in arguments.precision:
+                    if precision not in find_target(target).precisions:
+                        continue
+                    rows.append(emulate(model, checkpoint, target, precision, Path(name), cache,
+                                        num_tokens=arguments.tokens, num_new_tokens=arguments.new_tokens))
+                    print(report(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
+    print(report(rows))
+    failures = [failure for row in rows for failure in row.failures]
+    for failure in failures:
+        print(f"FAILED: {failure}")
+    return 1 if failures else 0
+
+
+def _checkpoint(model: str, folder: Path) -> Path:
+    if model != SMOLLM2:
+        return random_checkpoint(model, folder)
+    from .demo_models import MODELS, provide
+
+    return first_layers(provide(MODELS["smollm2"]).checkpoint, 4, folder)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
