@@ -66,11 +66,13 @@ class Row:
 
 ROWS = (
     Row("fp32, CPU", "cpu", "fp32"), Row("bf16, CPU", "cpu", "bf16"), Row("int8, CPU", "cpu", "int8"),
-    Row("w4a8 to nearest, CPU", "cpu", "w4a8", "rtn"), Row("w4a8, CPU", "cpu", "w4a8"),
-    Row("bf16, GPU", "h200", "bf16"), Row("int8, GPU", "h200", "int8"), Row("fp8, GPU", "h200", "fp8"),
-    Row("int4 to nearest, GPU", "h200", "int4", "rtn"), Row("int4 GPTQ, GPU", "h200", "int4", "gptq"),
-    Row("w4a8 to nearest, GPU", "h200", "w4a8", "rtn"), Row("w4a8 GPTQ, GPU", "h200", "w4a8", "gptq"),
-    Row("nvfp4 to nearest, GPU", "b200", "nvfp4", "rtn"), Row("nvfp4 GPTQ, GPU", "b200", "nvfp4", "gptq"),
+    Row("w4a8 to nearest, CPU", "cpu", "w4a8", "rtn"), Row("w4a8 best, CPU", "cpu", "w4a8"),
+    Row("bf16, GPU", "h200", "bf16"), Row("fp8, GPU", "h200", "fp8"),
+    *(Row(f"int8 {name}, GPU", "h200", "int8", method) for method, name in (
+        ("rtn", "to nearest"), ("best", "SmoothQuant"))),
+    *(Row(f"{precision} {name}, GPU", target, precision, method)
+      for precision, target in (("int4", "h200"), ("w4a8", "h200"), ("nvfp4", "b200"))
+      for method, name in (("rtn", "to nearest"), ("awq", "AWQ"), ("gptq", "GPTQ"), ("best", "best"))),
 )
 
 

@@ -65,6 +65,10 @@ class InputsOfModel:
         """Why there are none; "" while nothing went wrong."""
         return "there is no tokenizer" if self.read is None else self._failure
 
+    def parameters(self) -> dict[str, str]:
+        """Every parameter whose inputs are known -> which statistics are theirs; equal ones read the same."""
+        return dict(self._index())
+
     def statistics(self, parameter: str) -> InputStatistics | None:
         """Of the inputs of the matrix that the model calls so, "name[e]" for expert e; None if they are not known.
 

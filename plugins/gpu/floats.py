@@ -23,20 +23,20 @@ def from_bf16(bits: np.ndarray) -> np.ndarray:
 
 def to_e4m3(x: np.ndarray) -> np.ndarray:
     """float32 -> uint8 bits: 4 bits of exponent, 3 of mantissa, no infinities (Micikevicius et al. 2022)."""
-    return _encode(x, _magnitudes(4, 3, 0x7E), 0x80, 0x7F)
+    return _encode(x, 4, 3, 0x7E, 0x7F)
 
 
 def from_e4m3(bits: np.ndarray) -> np.ndarray:
-    return _decode(bits, _magnitudes(4, 3, 0x7E), 0x80)
+    return _values(4, 3, 0x7E)[bits]
 
 
 def to_e2m1(x: np.ndarray) -> np.ndarray:
     """float32 -> uint8 in 0..15: 2 bits of exponent, 1 of mantissa; 0, 0.5, 1, 1.5, 2, 3, 4, 6. NaN becomes 0."""
-    return _encode(x, _magnitudes(2, 1, 0x7), 0x8, 0)
+    return _encode(x, 2, 1, 0x7, 0)
 
 
 def from_e2m1(bits: np.ndarray) -> np.ndarray:
-    return _decode(bits, _magnitudes(2, 1, 0x7), 0x8)
+    return _values(2, 1, 0x7)[bits]
 
 
 @cache
@@ -50,17 +50,26 @@ def _magnitudes(exponent_bits: int, mantissa_bits: int, largest: int) -> np.ndar
     return values.astype(np.float32)
 
 
-def _encode(x: np.ndarray, values: np.ndarray, sign: int, nan: int) -> np.ndarray:
-    magnitude = np.abs(x).astype(np.float32)
-    between = (values[:-1] + values[1:]) / 2
-    code = np.searchsorted(between, magnitude, side="left")
-    tie = between[np.minimum(code, len(between) - 1)] == magnitude
-    code = np.minimum(code + (tie & (code % 2 == 1)), len(values) - 1)
+def _encode(x: np.ndarray, exponent_bits: int, mantissa_bits: int, largest: int, nan: int) -> np.ndarray:
+    """Rounds the float32 mantissa to the bits that stay; below the smallest normal number, to multiples of a step."""
+    bias, sign = (1 << (exponent_bits - 1)) - 1, 1 << (exponent_bits + mantissa_bits)
+    magnitude = np.minimum(np.abs(x), _magnitudes(exponent_bits, mantissa_bits, largest)[-1], dtype=np.float32)
+    bits, shift = magnitude.view(np.uint32), 23 - mantissa_bits
+    rounded = (bits + ((1 << (shift - 1)) - 1) + ((bits >> shift) & 1)) >> shift
+    code = np.minimum(rounded.astype(np.int32) - ((127 - bias) << mantissa_bits), largest)
+    small = magnitude < np.float32(2.0 ** (1 - bias))
+    with np.errstate(invalid="ignore"):  # NaN
+        steps = np.rint(magnitude * np.float32(2.0 ** (bias - 1 + mantissa_bits))).astype(np.int32)
+    code = np.where(small, steps, code)
     code = np.where(np.signbit(x), code | sign, code)
     return np.where(np.isnan(x), nan, code).astype(np.uint8)
 
 
-def _decode(bits: np.ndarray, values: np.ndarray, sign: int) -> np.ndarray:
-    code = bits & (sign - 1)
-    magnitude = np.where(code < len(values), values[np.minimum(code, len(values) - 1)], np.float32("nan"))
-    return np.where(bits & sign, -magnitude, magnitude).astype(np.float32)
+@cache
+def _values(exponent_bits: int, mantissa_bits: int, largest: int) -> np.ndarray:
+    """Of all 256 bytes, float32; the bits above the sign do not count."""
+    sign = 1 << (exponent_bits + mantissa_bits)
+    code = np.arange(256) & (sign - 1)
+    known = _magnitudes(exponent_bits, mantissa_bits, largest)
+    magnitude = np.where(code < len(known), known[np.minimum(code, len(known) - 1)], np.float32("nan"))
+    return np.where(np.arange(256) & sign, -magnitude, magnitude).astype(np.float32)

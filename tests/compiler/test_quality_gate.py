@@ -1,7 +1,7 @@
 """The quality of an engine: measured by the definition, recorded, and asked for; a layer that errs is found."""
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from ingot.compiler.quality_gate import (
     require_measurable,
 )
 from ingot.compiler.reference_model import ReferenceModel
+from ingot.runtime.cli import main
 from ingot.runtime.engine import Engine
 from ingot.runtime.engine_file import EngineFile
 from ingot.runtime.errors import RequestError, WorkFailed
@@ -134,30 +135,40 @@ def test_the_text_is_not_that_of_the_calibration() -> None:
     assert not pieces(held_out_text()) & pieces(default_text().documents[0])
 
 
-@pytest.fixture
-def planted(tmp_path: Path) -> Callable[[str], tuple[Path, Path]]:
-    """name of a scale -> (a quantized checkpoint, an engine of its copy in which that scale is 1.3 times as large)."""
-    def plant(name: str) -> tuple[Path, Path]:
-        good, bad = tmp_path / "good", tmp_path / "bad"
-        for folder in (good, bad):
-            write_checkpoint(folder, small_model(num_hidden_layers=4), LAYOUTS["modelopt fp8"])
-        tensors = load_file(bad / "model.safetensors")
-        tensors[name] = tensors[name] * 1.3
-        save_file(tensors, bad / "model.safetensors")
-        output = tmp_path / "x.engine"
-        build(BuildRequest(str(bad), "cpu", "int8", output, max_batch_size=4, max_num_tokens=32))
-        return good, output
-    return plant
+PLANTED = [
+    # what wrote the checkpoint, precision of the engine, the scale that is wrong, its layer
+    ("modelopt fp8", "int8", "model.layers.2.mlp.up_proj.weight_scale", "model.layers.2"),
+    ("modelopt fp8", "w4a8", "model.layers.1.self_attn.o_proj.weight_scale", "model.layers.1"),
+    ("compressed int8", "int8", "model.layers.3.mlp.down_proj.weight_scale", "model.layers.3"),
+    ("compressed w4a16", "w4a8", "model.layers.2.mlp.down_proj.weight_scale", "model.layers.2"),
+    ("awq", "w4a8", "model.layers.1.mlp.gate_proj.scales", "model.layers.1"),
+    ("modelopt nvfp4", "bf16", "model.layers.2.self_attn.v_proj.weight_scale_2", "model.layers.2"),
+]
 
 
-@pytest.mark.parametrize(("scale", "layer"), [("model.layers.2.mlp.up_proj.weight_scale", "model.layers.2")])
-def test_a_wrong_scale_is_found(planted: Callable[[str], tuple[Path, Path]], scale: str, layer: str) -> None:
-    good, output = planted(scale)
+@pytest.mark.parametrize(("layout", "precision", "scale", "layer"), [
+    PLANTED[0], PLANTED[3],
+    *(pytest.param(*row, marks=pytest.mark.slow) for row in PLANTED[1:3] + PLANTED[4:])])
+def test_a_wrong_scale_is_found(layout: str, precision: str, scale: str, layer: str, tmp_path: Path,
+                                capsys: pytest.CaptureFixture[str]) -> None:
+    """An engine of a copy in which one scale is 1.3 times as large, against the good checkpoint: ingot compare names
+    the layer first."""
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    for folder in (good, bad):
+        write_checkpoint(folder, small_model(num_hidden_layers=4), LAYOUTS[layout])
+    tensors = load_file(bad / "model.safetensors")
+    tensors[scale] = (tensors[scale].float() * 1.3).to(tensors[scale].dtype)
+    save_file(tensors, bad / "model.safetensors")
+    output = tmp_path / "x.engine"
+    build(BuildRequest(str(bad), "cpu", precision, output, max_batch_size=4, max_num_tokens=32))
     with Engine.load(output, kv_cache_tokens=64) as engine:
         found = compare(engine, ReferenceModel(str(good)), [IDS], 0)
     first, second = found.worst_layers[:2]
     assert first.name == layer
-    assert first.own is not None and second.own is not None and first.own > 3 * second.own
+    assert first.own is not None and second.own is not None and first.own > 2 * second.own
+    command = ["compare", str(output), str(good), "--tokens", "20", "--prompts", "1", "--new-tokens", "0"]
+    assert main(command) == 0
+    assert f"layers that err most by themselves: {layer} (" in capsys.readouterr().out
 
 
 def test_the_manifest_tells_what_became_of_quantized_weights(tmp_path: Path) -> None:
