@@ -71,7 +71,7 @@ class Parameters:
         self._data = np.zeros(end + _MAP_ALIGNMENT, np.uint8)
         base = int(self._data.ctypes.data)
         shift = -base % _MAP_ALIGNMENT
-        data, places = memoryview(self._data)[shift:], iter(offsets)
+        data, places = self._data[shift:].data, iter(offsets)
         for (name, kind), argument in zip(launch.kernel.parameters, launch.arguments, strict=True):
             if isinstance(kind, TensorMapType):
                 assert isinstance(argument, BoundTensorMap), name

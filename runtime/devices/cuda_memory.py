@@ -130,7 +130,7 @@ class CudaContext:
             raise WorkFailed(f"no pinned memory for {what}: {size} bytes are refused ({error})") from None
         self._release_later("cuMemFreeHost", address)
         ctypes.memset(address, 0, max(size, ALIGNMENT))
-        return np.frombuffer((ctypes.c_uint8 * size).from_address(address), np.uint8)
+        return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
 
     def event(self, timed: bool = False) -> Any:
         flags = "CU_EVENT_DEFAULT" if timed else "CU_EVENT_DISABLE_TIMING"

@@ -31,7 +31,7 @@ def value_bytes(shape: Sequence[int], dtype: str) -> int:
 
 def decode(data: np.ndarray, shape: Sequence[int], dtype: str) -> np.ndarray:
     """u8 [value_bytes] -> the value; bf16 and fp8 (e4m3) as float32."""
-    array = data.view(_TYPES[dtype]).reshape(shape)
+    array: np.ndarray = data.view(_TYPES[dtype]).reshape(shape)
     if dtype == "bf16":
         return (array.astype(np.uint32) << 16).view(np.float32)
     return _E4M3[array] if dtype == "fp8" else array

@@ -88,7 +88,7 @@ def test_a_run_with_a_pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     target = find_target("h200")
     chosen = [case for case in list_cases() if case.name == "rope.test_static_scales"]
     kernels = kernels_of_cases(chosen, lambda text: None)
-    writer, known = PackWriter(tmp_path / "check.zip", target), {}
+    writer, known = PackWriter(tmp_path / "check.zip", target), dict[str, Any]()
     for kernel, compiled in Compiler(target).compile(kernels).items():
         writer.add(kernel, compiled)
         known |= {_digest(compiled.cubin): _runtime(kernel, compiled)}

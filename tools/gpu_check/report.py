@@ -10,7 +10,7 @@ from ingot.runtime.cli.output import table
 SECTIONS = ("kernels", "ceilings", "rates", "engines", "throughput")
 _MATRIX_TYPE = {"fp8": "fp8", "w4a8": "fp8", "int8": "int8", "int4": "bf16", "bf16": "bf16"}
 
-Table = tuple[str, Sequence[str], list[tuple[str, ...]]]
+Table = tuple[str, Sequence[str], Sequence[tuple[str, ...]]]
 
 
 def failures(results: dict[str, Any]) -> list[str]:

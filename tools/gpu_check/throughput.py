@@ -28,7 +28,7 @@ BATCHES = (1, 8, 64)
 CONTEXT, PROMPT = 512, 2048
 _STEPS = 48
 _REPEATS = 5
-_ENGINE_LIMITS = {"max_batch_size": 64, "max_num_tokens": 2048, "max_seq_len": 2304}
+_MAX_BATCH_SIZE, _MAX_NUM_TOKENS, _MAX_SEQ_LEN = 64, 2048, 2304
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class Speed:
 
 
 def precisions(target: Target) -> list[str]:
-    return [name for name in ("bf16", "fp8", "int8") if name in target.precisions][:2]
+    wanted: tuple[str, ...] = ("bf16", "fp8", "int8")
+    return [name for name in wanted if name in target.precisions][:2]
 
 
 def build(folder: Path, target: Target, precision: str) -> Path:
@@ -60,7 +61,8 @@ def build(folder: Path, target: Target, precision: str) -> Path:
 
     path = folder / f"throughput.{precision}.engine"
     build_engine(BuildRequest(model=str(checkpoint(folder)), target=target.name, precision=precision, output=path,
-                              strip_weights=True, calibrate=False, **_ENGINE_LIMITS))
+                              strip_weights=True, calibrate=False, max_batch_size=_MAX_BATCH_SIZE,
+                              max_num_tokens=_MAX_NUM_TOKENS, max_seq_len=_MAX_SEQ_LEN))
     return path
 
 
@@ -99,7 +101,7 @@ def _generation(program: CudaProgram, who: str, batch: int, context: int, steps:
     tables = _tables(program, batch, context + steps)
     for seq, table in enumerate(tables):
         _fill(program, [(seq * 31 + at * 7) % program.vocab_size for at in range(context)], table)
-    tokens = np.arange(batch) % program.vocab_size
+    tokens: np.ndarray = np.arange(batch) % program.vocab_size
     sampling = [SequenceSampling(SamplingParams(temperature=0.0), [0]) for _ in range(batch)]
     times = []
     for step in range(steps):

@@ -210,7 +210,7 @@ class FakeCuda(FakeMemory):
         assert isinstance(handle, real.CUfunction)
         module, loaded = self._functions[int(handle)]
         assert module in self._held["CUmodule"], "the function's module is unloaded"
-        return loaded  # type: ignore[no-any-return]
+        return loaded
 
     def _cuFuncGetParamInfo(self, function: Any, index: int) -> tuple[int, int]:
         sizes = self._function(function).told.parameter_sizes
@@ -245,7 +245,7 @@ class FakeCuda(FakeMemory):
         inner = box[0] * element
         if inner % 16 or (swizzle and inner > 16 << swizzle):
             return 1
-        written = np.frombuffer((ctypes.c_uint8 * _MAP.itemsize).from_address(out), _MAP)
+        written = np.ctypeslib.as_array((ctypes.c_uint8 * _MAP.itemsize).from_address(out)).view(_MAP)
         written["magic"], written["address"], written["stride"] = _MAGIC, address, strides[0]
         written["extents"], written["box"] = [extents[0], extents[1]], [box[0], box[1]]
         written["element_type"], written["swizzle"] = element_type, swizzle

@@ -138,7 +138,7 @@ class FakeMemory:
 
     def _copy_later(self, stream: Any, destination: int, source: int, size: int) -> None:
         assert size > 0
-        self._put(stream, "copy", lambda: ctypes.memmove(destination, source, size) and None)
+        self._put(stream, "copy", lambda: _moved(destination, source, size))
 
     def _cuMemcpyHtoDAsync(self, destination: Any, source: int, size: int, stream: Any) -> None:
         self._copy_later(stream, self._device(destination, size), self._pinned(source, size), size)
@@ -158,7 +158,7 @@ class FakeMemory:
     def _cuMemcpyHtoD(self, destination: Any, source: int, size: int) -> None:
         """Of memory that is not pinned: it has left the host when this returns, and arrives some time later."""
         place, data = self._device(destination, size), ctypes.string_at(source, size)
-        self._arriving.append(lambda: ctypes.memmove(place, data, size) and None)
+        self._arriving.append(lambda: _moved(place, data, size))
 
     def _cuCtxSynchronize(self) -> None:
         for arrive in self._arriving:
@@ -168,7 +168,7 @@ class FakeMemory:
 
     def _cuMemsetD8Async(self, address: Any, value: int, size: int, stream: Any) -> None:
         place = self._device(address, size)
-        self._put(stream, "memset", lambda: ctypes.memset(place, value, size) and None)
+        self._put(stream, "memset", lambda: _filled(place, value, size))
 
     # Streams and events
 
@@ -224,3 +224,11 @@ class FakeMemory:
         if first.pending or second.pending:
             raise Refused("CUDA_ERROR_NOT_READY")
         return float(second.at_ms - first.at_ms)
+
+
+def _moved(to: int, origin: int | bytes, size: int) -> None:
+    ctypes.memmove(to, origin, size)
+
+
+def _filled(to: int, value: int, size: int) -> None:
+    ctypes.memset(to, value, size)

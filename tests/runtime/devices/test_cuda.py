@@ -200,7 +200,8 @@ def view(program: CudaProgram, number: int) -> np.ndarray:
     """A block as it is on the fake device, whose memory is that of this process."""
     import ctypes
 
-    return np.frombuffer((ctypes.c_uint8 * program.block_bytes).from_address(program._block_address(number)), np.uint8)
+    return np.ctypeslib.as_array(
+        (ctypes.c_uint8 * program.block_bytes).from_address(program._block_address(number)))
 
 
 @given(st.lists(st.tuples(st.integers(0, 11), st.integers(0, 11)).filter(lambda pair: pair[0] != pair[1]), max_size=20))

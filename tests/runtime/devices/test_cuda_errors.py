@@ -115,7 +115,7 @@ def test_which_gpu(fake_driver: Fake, gpu_engine: Path, load: Load) -> None:
 
 @pytest.mark.parametrize(("options", "match"), [
     ({"version": 12080}, "supports CUDA 12.8; engines need CUDA 13.0"), ({"num_gpus": 0}, "No NVIDIA GPU is visible")])
-def test_drivers_that_do_not_do(monkeypatch: pytest.MonkeyPatch, options: dict[str, int], match: str) -> None:
+def test_drivers_that_do_not_do(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], match: str) -> None:
     import cuda.bindings
 
     monkeypatch.setattr(cuda.bindings, "driver", FakeCuda({}, **options))
