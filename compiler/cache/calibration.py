@@ -69,6 +69,10 @@ class InputsOfModel:
         """Every parameter whose inputs are known -> which statistics are theirs; equal ones read the same."""
         return dict(self._index())
 
+    def knows(self, parameter: str) -> bool:
+        """Whether anything is known of its inputs, of some expert's at least."""
+        return parameter in self._index() or any(name.startswith(f"{parameter}[") for name in self._index())
+
     def statistics(self, parameter: str) -> InputStatistics | None:
         """Of the inputs of the matrix that the model calls so, "name[e]" for expert e; None if they are not known.
 
@@ -186,7 +190,7 @@ def calibrated(checkpoint: Checkpoint, weights: Sequence[PackedWeight], inputs: 
     groups: dict[str, list[PackedWeight]] = {}
     for weight in rounded:
         # Merged matrices read the same input.
-        known = next((p for p in weight.parameters if inputs.statistics(f"{p}[0]") is not None), None)
+        known = next((p for p in weight.parameters if _usable(inputs, p, weight)), None)
         if known is None:
             missing.append(weight.label)
             continue
@@ -205,10 +209,15 @@ def calibrated(checkpoint: Checkpoint, weights: Sequence[PackedWeight], inputs: 
     return Calibration(inputs if rounded else None, choices, parameters, scales, tuple(warnings))
 
 
+def _usable(inputs: InputsOfModel, parameter: str, weight: PackedWeight) -> bool:
+    """Of experts each is looked at when it is rounded: some may not have met a token."""
+    return inputs.knows(parameter) and (len(weight.expr.shape) == 3 or inputs.statistics(parameter) is not None)
+
+
 def _choice(members: Sequence[PackedWeight], parameter: str, checkpoint: Checkpoint, inputs: InputsOfModel, method: str,
             ) -> Choice:
     if len(members[0].expr.shape) == 3:  # experts: each has inputs of its own, and no scale
         return Choice("awq" if method == "awq" else "gptq")
-    found = inputs.statistics(f"{parameter}[0]")
+    found = inputs.statistics(parameter)
     assert found is not None
     return choose(members, column_scale(members[0]), checkpoint, found, method)

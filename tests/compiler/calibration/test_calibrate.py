@@ -6,9 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from ingot.compiler.cache import calibration as module
 from ingot.compiler.cache.build_cache import BuildCache
@@ -17,9 +19,14 @@ from ingot.compiler.cache.tensor_digests import tensor_digests
 from ingot.compiler.calibration.text import CalibrationText
 from ingot.compiler.checkpoint.checkpoint import Checkpoint
 from ingot.compiler.checkpoint.open import open_checkpoint
+from ingot.compiler.importer.importer import import_model
+from ingot.compiler.passes.pipeline import cpu_pipeline, gpu_pipeline, run_passes
+from ingot.compiler.precision import find_precision
+from ingot.compiler.quality_graph import QuantizedGraph
+from ingot.compiler.targets import find_target
 from ingot.compiler.tokenizer import CONFIG, TOKENIZER
 from ingot.compiler.weights.expr import concat, literal, tensor
-from ingot.compiler.weights.packed import PackedWeight, Packing
+from ingot.compiler.weights.packed import PANELS, ROWS, PackedWeight, Packing
 from ingot.plugins.linear.pack import unpack
 from ingot.plugins.scheme import SCHEMES
 
@@ -123,3 +130,33 @@ def test_inputs_that_are_not_finite_are_left_out(checkpoint: Checkpoint, monkeyp
     weight = packed(checkpoint, "w1", (DOWN,))
     found = calibrated(checkpoint, [weight], inputs(checkpoint))
     assert found.method(weight) == "rtn" and "1 of 1 weights" in found.warnings[0]
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = MixtralConfig(vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=1,
+                           num_attention_heads=2, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=1,
+                           max_position_embeddings=64)
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("moe") / "mixtral"
+    MixtralForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("layout", [PANELS, ROWS])
+def test_experts_are_rounded_each_for_its_own_inputs(mixtral: Path, layout: str) -> None:
+    """With one expert a token and two tokens in the text, some experts meet none: those are rounded to nearest."""
+    checkpoint = open_checkpoint(mixtral)
+    graph = import_model(checkpoint).graph
+    precision = find_precision("w4a8") if layout == PANELS else find_precision("int4", find_target("h200").gpu)
+    pipeline = cpu_pipeline if layout == PANELS else gpu_pipeline
+    weights = QuantizedGraph(run_passes(graph, pipeline(precision, "bf16")), layout == ROWS).weights
+    found = calibrated(checkpoint, weights, inputs(checkpoint))
+    experts = [weight for weight in weights if len(weight.expr.shape) == 3]
+    assert len(experts) == 2 and {found.method(weight) for weight in experts} == {"gptq"} and not found.warnings
+    for weight in experts:
+        plain, fitted = weight.values(checkpoint), weight.values(checkpoint, found.moments(weight))
+        of = found.moments(weight)
+        changed = [not np.array_equal(a, b) for a, b in zip(plain, fitted, strict=True)]
+        assert of is not None and changed == [of(expert) is not None for expert in range(4)]
+        assert any(changed) and not all(changed)
