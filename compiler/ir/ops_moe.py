@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from .infer import require
-from .op import operator
+from .op import OPS, operator
 from .types import DType, TensorType
 
 
@@ -32,10 +32,10 @@ def _route(logits: np.ndarray, bias: np.ndarray | None = None, *, choices: int, 
     normalise   the weights of a token are divided by their sum + eps; factor multiplies them
     Of equals the expert of the smaller number comes first.
     """
-    exps = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    score = np.float32(1) / (np.float32(1) + np.exp(-logits)) if scores == "sigmoid" else exps
+    score = OPS["sigmoid"].reference(logits) if scores == "sigmoid" else np.exp(
+        logits - logits.max(axis=-1, keepdims=True))
     if scores == "softmax":
-        score = exps / exps.sum(axis=-1, keepdims=True)
+        score = score / score.sum(axis=-1, keepdims=True)
     key = logits if bias is None and groups == 1 else score if bias is None else score + bias
     if groups > 1:
         grouped = key.reshape(len(key), groups, -1)
