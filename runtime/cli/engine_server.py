@@ -168,7 +168,7 @@ def _connected(arguments: argparse.Namespace, address: str) -> Iterator[Caller]:
     except ModuleNotFoundError as error:
         raise RequestError(f"speaking to a server needs packages that are not installed here: no module named "
                            f"{error.name!r}.\n  Install them: pip install 'ingot-llm[serve]'") from None
-    kinds = {"LoadEngine": pb.LoadEngineResponse, "GetSwapStatus": pb.SwapStatus}
+    kinds: dict[str, Any] = {"LoadEngine": pb.LoadEngineResponse, "GetSwapStatus": pb.SwapStatus}
     metadata = () if arguments.token_file is None else (
         ("authorization", f"Bearer {_read(arguments.token_file, '--token-file').decode().strip()}"),)
     with _channel(grpc, arguments, address) as channel:

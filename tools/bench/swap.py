@@ -307,7 +307,7 @@ def prepare(first: Path, second: Path, folder: Path) -> tuple[Store, list[str], 
     right = self_test_of(second)
     moved = tuple((ids, tuple(value - 1.0 for value in values)) for ids, values in right.top)
     broken = with_record(second, replace(right, top=moved), folder / "broken.engine")
-    hashes = []
+    hashes: list[str] = []
     for name, path in (("second", paths[1]), ("first", paths[0]), ("broken", broken)):
         with EngineFile.open(path) as file:
             store.add(file)
@@ -331,7 +331,7 @@ def main() -> int:
     arguments = parser.parse_args()
     load = Load(arguments.clients, arguments.num_prompts, arguments.num_prompt_tokens, arguments.max_tokens)
     with tempfile.TemporaryDirectory(prefix="ingot-swap-") as folder:
-        store, hashes, paths = prepare(*arguments.engines, Path(folder))
+        store, hashes, paths = prepare(arguments.engines[0], arguments.engines[1], Path(folder))
         expected = {hash: reference(path, load) for hash, path in zip(hashes, paths, strict=True)}
         different = sum(a != b for a, b in zip(*expected.values(), strict=True))
         options = ["--store", str(store.folder), "--kv-cache-tokens", str(arguments.kv_cache_tokens),

@@ -158,33 +158,33 @@ def test_a_server_that_follows_a_lock_file(store: Store, hashes: dict[str, str],
         lock.move("prod", move_of(store.manifest(hashes[name]), hashes[name], action, ""))
 
     def metrics() -> dict[str, float]:
-        with urllib.request.urlopen(f"http://{server.start['http']}/metrics", timeout=20) as page:
+        with urllib.request.urlopen(f"http://{following.start['http']}/metrics", timeout=20) as page:
             lines = [line.rpartition(" ") for line in page.read().decode().splitlines() if "swaps_total{" in line]
         return {name.partition('"')[2].rstrip('"}'): float(value) for name, _, value in lines}
 
     mean("a", "add")
-    with serve(Path("prod"), "--http", "127.0.0.1:0", "--lock", str(lock.path), "--follow") as server:
-        assert server.start["engine"] == hashes["a"]
+    with serve(Path("prod"), "--http", "127.0.0.1:0", "--lock", str(lock.path), "--follow") as following:
+        assert following.start["engine"] == hashes["a"]
         mean("b")
-        until(lambda: answered_by(server)[0] == hashes["b"])
-        assert answered_by(server) == (hashes["b"], answer_of("b"))
+        until(lambda: answered_by(following)[0] == hashes["b"])
+        assert answered_by(following) == (hashes["b"], answer_of("b"))
         # A bad engine, a file that is none, and one that lacks the name: the engine stays.
         mean("broken")
-        assert "other logits than were recorded" in told(server, "goes on")
+        assert "other logits than were recorded" in told(following, "goes on")
         good = lock.path.read_bytes()
         lock.path.write_bytes(b"<<<<<<< ours\n" + good)
-        assert "not TOML" in told(server, "goes on")
+        assert "not TOML" in told(following, "goes on")
         lock.path.write_bytes(b"")
-        assert "no engine named prod" in told(server, "goes on")
+        assert "no engine named prod" in told(following, "goes on")
         lock.path.unlink()
         time.sleep(1.2)
-        assert answered_by(server)[0] == hashes["b"]
+        assert answered_by(following)[0] == hashes["b"]
         assert metrics() | {"unchanged": 0.0} == {"done": 1, "unchanged": 0, "refused": 0, "no_room": 0,
                                                   "self_test_failed": 1, "failed": 0, "bad_lock": 2}
         # And goes on following.
         lock.path.write_bytes(good)
         mean("c")
-        until(lambda: answered_by(server)[0] == hashes["c"])
+        until(lambda: answered_by(following)[0] == hashes["c"])
 
 
 def test_a_follower_gets_what_its_store_lacks(capsys: Capture, store: Store, hashes: dict[str, str],

@@ -55,8 +55,8 @@ def test_a_trial_leaves_no_trace(mock_path: Path, tmp_path: Path) -> None:
 
 
 def test_lowered_limits_and_little_memory(recorded_path: Path) -> None:
-    for lowered in ({"max_seq_len": 30}, {"max_seq_len": 2}, {"kv_cache_tokens": 4}):
-        options = replace(OPTIONS, **lowered)
+    for options in (replace(OPTIONS, max_seq_len=30), replace(OPTIONS, max_seq_len=2),
+                    replace(OPTIONS, kv_cache_tokens=4)):
         with LoadedEngine(recorded_path, options, extent="full") as loaded:
             assert loaded.trial is not None
 

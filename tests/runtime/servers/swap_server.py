@@ -65,7 +65,7 @@ class Swapping:
     swapper: Swapper
     store: Store
     hashes: dict[str, str]
-    grpc: str
+    address: str
     http: str
     run: Callable[[Coroutine[Any, Any, Any]], Any]
     channel: grpc.Channel

@@ -30,7 +30,7 @@ from tests.runtime.mock_engine import LIMITS, manifest
 from tests.runtime.servers.swap_server import OPTIONS, PROMPT, Swapping, answer_of, fill_store, finished, swapping
 from tests.runtime.servers.test_metrics_text import samples
 
-LONG = {"prompt": PROMPT, "count": 40}
+LONG: dict[str, Any] = {"prompt": PROMPT, "count": 40}
 
 
 @pytest.fixture(scope="module")
@@ -297,7 +297,7 @@ def test_a_failed_engine_can_be_replaced(server: Swapping, monkeypatch: pytest.M
     monkeypatch.setattr(executor._loop, "launch", broken)  # type: ignore[attr-defined]
     assert refusal(server.ask)[0] == grpc.StatusCode.UNAVAILABLE
     end = time.monotonic() + 20
-    while server.context.health != "failed":  # requests are told first
+    while str(server.context.health) != "failed":  # requests are told first
         assert time.monotonic() < end
     assert metrics(server)["ingot_engine_healthy[]"] == 0
     server.load("b")
