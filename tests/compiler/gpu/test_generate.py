@@ -110,7 +110,8 @@ def named(graph: Graph) -> Graph:
     """Every node says which layer it belongs to, as in imported models."""
     nodes, origin = [], "model"
     for node in graph.nodes:
-        origin = next((f"model.{value}" for value in node.values if value.startswith("layers.")), origin)
+        weights = [value for value in node.values if value in graph.constants]
+        origin = f"model.{weights[0]}" if weights else origin
         nodes.append(replace(node, origin=origin))
     return graph.rebuilt(nodes)
 
