@@ -54,7 +54,12 @@ class Driver:
 
     def call(self, name: str, *args: Any) -> Any:
         """What the function returns beside its status: nothing, one value, or several. Raises CudaError."""
-        status, *results = getattr(self.api, name)(*args)
+        try:
+            status, *results = getattr(self.api, name)(*args)
+        except RuntimeError as error:
+            if type(error).__name__ != "FunctionNotFoundError":  # of cuda-bindings, which keep it to themselves
+                raise
+            raise CudaError(name, "CUDA_ERROR_NOT_FOUND", "this driver has no such function: update it") from None
         if int(status):
             raise self.error(name, status)
         return results[0] if len(results) == 1 else tuple(results)

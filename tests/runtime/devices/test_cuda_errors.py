@@ -203,3 +203,20 @@ def test_errors_without_a_name() -> None:
 
     with pytest.raises(CudaError, match=r"cuFails failed: CUDA error 999"):
         Driver(Mute()).call("cuFails")
+
+
+def test_functions_that_a_driver_lacks() -> None:
+    class FunctionNotFoundError(RuntimeError):
+        """As cuda-bindings raise it."""
+
+    class Old:
+        def cuNew(self) -> tuple[Any]:
+            raise FunctionNotFoundError("function cuNew is not found")
+
+        def cuBroken(self) -> tuple[Any]:
+            raise RuntimeError("something else")
+
+    with pytest.raises(CudaError, match="cuNew failed: CUDA_ERROR_NOT_FOUND .this driver has no such function"):
+        Driver(Old()).call("cuNew")
+    with pytest.raises(RuntimeError, match="something else"):
+        Driver(Old()).call("cuBroken")
