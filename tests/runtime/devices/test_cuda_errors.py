@@ -216,7 +216,7 @@ def test_functions_that_a_driver_lacks() -> None:
         def cuBroken(self) -> tuple[Any]:
             raise RuntimeError("something else")
 
-    with pytest.raises(CudaError, match="cuNew failed: CUDA_ERROR_NOT_FOUND .this driver has no such function"):
+    with pytest.raises(CudaError, match=r"cuNew failed: CUDA_ERROR_NOT_FOUND \(this driver has no such function"):
         Driver(Old()).call("cuNew")
     with pytest.raises(RuntimeError, match="something else"):
         Driver(Old()).call("cuBroken")
