@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import WorkFailed
-from ..host import available_memory_bytes
 
 SPARE_FRACTION = 0.05
 """Of the free memory, for what grows while both engines are there."""
@@ -40,17 +39,18 @@ class KvBudget:
 
 
 def kv_beside(manifest: dict[str, Any], wanted: int, host_tokens: int, min_fraction: float, what: str,
-              available_bytes: Callable[[], int] = available_memory_bytes) -> int:
+              available_bytes: Callable[[], int]) -> int:
     """Tokens of KV cache, at most `wanted`, for an engine that is loaded beside another.
 
-    Weights are counted as a whole, although those that both engines map from one store are in memory once. Raises
-    NoRoom, with the sums, if less than min_fraction of `wanted` fits. what: the engine's name in the error.
+    host_tokens: in the host tier, if that takes of the same memory. Weights are counted as a whole, although those that
+    both engines map from one store are in memory once. Raises NoRoom, with the sums, if less than min_fraction of
+    `wanted` fits. what: the engine's name in the error.
     """
     memory = manifest["memory"]
     token_bytes, available = memory.get("kv_bytes_per_token", 0), available_bytes()
     if not token_bytes or not available:  # a model without attention, a system that does not tell its free memory
         return wanted
-    weights, arena = memory.get("weights_bytes", 0), memory.get("arena_bytes", 0)
+    weights, arena = memory.get("weights_bytes", 0), memory.get("arena_bytes", 0) + memory.get("workspace_bytes", 0)
     spare, host = int(SPARE_FRACTION * available), host_tokens * token_bytes
     left = available - spare - weights - arena - host
     fits = max(0, left // token_bytes)
@@ -61,5 +61,6 @@ def kv_beside(manifest: dict[str, Any], wanted: int, host_tokens: int, min_fract
             f"for weights, {arena:,} for the arena, {host:,} for {host_tokens:,} tokens in the host tier, and "
             f"{spare:,} stay free. That leaves {max(0, left):,} bytes, {fits:,} tokens of KV cache; at least {least:,} "
             f"are wanted ({min_fraction:.0%} of {wanted:,}).\n  Ask for less KV cache (--kv-cache-tokens), let the "
-            "server accept less (ingot serve --swap-min-kv), or free memory.")
+            "server accept less (ingot serve --swap-min-kv), or start it with less, so that there is room for two "
+            "(--kv-cache-fraction).")
     return min(wanted, fits)

@@ -14,12 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from ..devices import device_of, free_bytes
+from ..engine_file import EngineFile
 from ..errors import IngotError, RequestError, WorkFailed
 from ..executor.loading import LoadedEngine
 from ..executor.overlap import KvBudget, NoRoom, kv_beside
 from ..executor.request import Draining
 from ..executor.trial import Extent
-from ..host import available_memory_bytes
 from ..self_test import SelfTestFailed
 from ..store.locate import locate
 from ..store.policy import EngineRefused
@@ -29,7 +30,6 @@ from .swap_outcome import NotServing, OtherTokenizer
 from .tokenizer_archive import tokenizer_archive
 
 if TYPE_CHECKING:
-    from ..engine_file import EngineFile
     from ..executor.loading import EngineOptions
     from .context import ServerContext
 
@@ -84,7 +84,8 @@ class Swapper:
 
     def __init__(self, context: ServerContext, options: EngineOptions, budget: KvBudget,
                  load: Callable[[str, EngineOptions, Extent], LoadedEngine] = LoadedEngine,
-                 available_bytes: Callable[[], int] = available_memory_bytes) -> None:
+                 available_bytes: Callable[[EngineFile, str | None], int] = free_bytes) -> None:
+        """available_bytes: of the device that an engine would run on, see free_bytes."""
         self.phase: Phase = "idle"
         self.loading = ""
         self.history = [context.current.hash]
@@ -195,7 +196,10 @@ class Swapper:
                 wanted, least = request.kv_cache_tokens, 1.0
             if request.host_kv_tokens is not None:
                 host = request.host_kv_tokens
-            tokens = kv_beside(file.manifest, wanted, host, least, f"engine {new_hash[:12]}", self._available_bytes)
+            device = self._options.device
+            in_host = host if device_of(file, device)[0] != "cuda" else 0  # on a GPU the host tier takes other memory
+            tokens = kv_beside(file.manifest, wanted, in_host, least, f"engine {new_hash[:12]}",
+                               lambda: self._available_bytes(file, device))
         return replace(self._options, kv_cache_tokens=tokens, host_kv_tokens=host, host_cache_fraction=None)
 
 

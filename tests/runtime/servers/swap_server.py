@@ -150,7 +150,7 @@ def swapping(store: Store, hashes: dict[str, str], options: EngineOptions = OPTI
         context = ServerContext(ServedEngine.of(LoadedEngine(hashes[first], options)), "mock", settings)
         facts = context.current.facts
         budget = KvBudget(facts["kv_cache_bytes"], 0, options.kv_cache_tokens, options.host_kv_tokens, min_fraction)
-        context.swapper = Swapper(context, options, budget, available_bytes=lambda: available[0])
+        context.swapper = Swapper(context, options, budget, available_bytes=lambda file, device: available[0])
         return (context, context.swapper, await grpc_server.start(context, "127.0.0.1:0"),
                 await http_server.start(context, "127.0.0.1:0"))
 
