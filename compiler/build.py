@@ -12,6 +12,7 @@ from ingot.runtime.errors import RequestError
 from ingot.runtime.manifest import canonical_json
 from ingot.runtime.store.store import Store
 
+from .auto.auto import build_auto
 from .cache.build_cache import BuildCache
 from .checkpoint.checkpoint import Checkpoint
 from .checkpoint.quantized import quantization_report, stored_schemes, stored_weights
@@ -26,7 +27,7 @@ from .ir.graph import Graph
 from .model_facts import ModelFacts
 from .model_source import CheckpointSource, ConfigSource, ModelSource, open_checkpoint_source
 from .passes.pipeline import cpu_pipeline, gpu_pipeline, run_passes
-from .precision import Precision, find_precision, with_layers
+from .precision import AUTO, Precision, find_precision, with_layers
 from .quality_gate import Gate, Quality, quality_of, require_measurable
 from .refit_record import REFIT_MEMBER, refit_record
 from .self_test import record_self_test, require_recordable
@@ -138,6 +139,8 @@ def build(request: BuildRequest, progress: Progress = lambda stage, detail: None
     Raises RequestError for what is asked wrongly (before any long work where possible), WorkFailed for what fails.
     Nothing is left behind by a build that fails, but for what it has put into the cache.
     """
+    if request.precision == AUTO:
+        return build_auto(request, build, progress, cache)
     target, rounding = find_target(request.target), request.rounding
     precision = find_precision(request.precision, target.gpu)
     for name in (precision.name, *(request.layers or {}).values()):

@@ -15,6 +15,9 @@ from ingot.runtime.errors import RequestError
 
 from .targets import Gpu
 
+AUTO = "auto"
+"""Names no precision: a search chooses one for each layer. See compiler/auto."""
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -58,12 +61,18 @@ class Precision:
     def scheme(self, role: str) -> str:
         return next(rule.scheme for rule in self.rules if rule.matches(role))
 
+    def is_named(self, names: Sequence[str], role: str) -> bool:
+        """Whether the user's own rules say what a layer with these names has. A pattern with wildcards means no
+        router."""
+        return self._own(names, role) is not None
+
     def layer_scheme(self, names: Sequence[str], role: str) -> str:
-        """Of a layer with these names. A pattern with wildcards means no router."""
-        for rule in self.layers:
-            if rule.pattern in names or (role != "router" and any(fnmatchcase(name, rule.pattern) for name in names)):
-                return rule.scheme
-        return self.scheme(role)
+        """Of a layer with these names."""
+        return self._own(names, role) or self.scheme(role)
+
+    def _own(self, names: Sequence[str], role: str) -> str | None:
+        return next((rule.scheme for rule in self.layers if rule.pattern in names or (
+            role != "router" and any(fnmatchcase(name, rule.pattern) for name in names))), None)
 
 
 _ROUTER = Rule("router", "fp32")  # a rounding that swaps two experts costs more than a router's few bytes

@@ -9,7 +9,7 @@ from typing import Any
 from ingot.runtime.errors import RequestError
 
 from ..calibration.record import METHODS
-from ..precision import PRECISIONS
+from ..precision import AUTO, PRECISIONS
 from ..targets import architectures
 
 
@@ -70,7 +70,8 @@ _SHARED: Mapping[str, Field] = {
 }
 BUILD: Mapping[str, Field] = {
     "targets": Field("texts", "What to build for; each with each precision. See: ingot targets.", required=True),
-    "precisions": Field("texts", "Each with each target.", required=True, choices=_precisions()),
+    "precisions": Field("texts", "Each with each target; auto searches one for each layer.", required=True,
+                        choices=(*_precisions(), AUTO)),
     **_SHARED,
 }
 RECIPE: Mapping[str, Field] = {

@@ -1,0 +1,72 @@
+"""What a unit costs in a scheme, by what is known of the target: bytes, and seconds of a token."""
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ingot.plugins.linear.pack import packed_size
+from ingot.plugins.scheme import SCHEMES
+
+from ..targets import Gpu, Target
+from ..weights.expr import tensor
+from ..weights.packed import ROWS, PackedWeight, Packing
+from .units import Unit
+
+_PROMPT_TOKENS = 512
+"""Of a step that reads a prompt."""
+
+_CORE_BYTES_S = 8e9
+_CORE_CLOCK_HZ = 3e9
+_VECTOR_BYTES = {"x86-64-v3": 32, "x86-64-v4": 64, "x86-64-v4-vnni": 64, "aarch64-dotprod": 16}
+
+# Multiply-adds that one of a core's two vector units does for each byte of its width and cycle: a product of floats
+# takes four bytes; of integers, vpdpbusd and sdot four in one instruction, others two (w4a8) to five instructions.
+_RATES = {"float": 1 / 4, "int8": 1.0, "w4a8": 1.0}
+_RATES_OF_PAIRS = {"float": 1 / 4, "int8": 1 / 5, "w4a8": 1 / 2}
+_PAIRS = ("x86-64-v3", "x86-64-v4")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """size_bytes: of the weights. seconds: of one token of a prompt, read in a large step, and one token of an answer
+    alone in its step, together."""
+
+    size_bytes: int
+    seconds: float
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.size_bytes + other.size_bytes, self.seconds + other.seconds)
+
+
+def unit_cost(unit: Unit, scheme: str, target: Target) -> Cost:
+    """Of a CPU: on one core of 3 GHz with 8 GB/s of memory, for want of figures of its own."""
+    size = sum(_size_bytes(shape, scheme, target.gpu) for shape in unit.shapes)
+    if unit.role == "embedding":  # a token reads its row
+        return Cost(size, 0.0)
+    read, weights = size, sum(math.prod(shape) for shape in unit.shapes)
+    if unit.role == "experts":
+        share = min(1.0, unit.choices / unit.matrices[0].weight.shape[0])
+        read, weights = int(size * share), int(weights * share)
+    bytes_s, multiplies_s = _rates(scheme, target)
+    alone = max(read / bytes_s, weights / multiplies_s)
+    # Of a prompt only the last token's logits are computed.
+    prompt = 0.0 if unit.role == "head" else max(size / _PROMPT_TOKENS / bytes_s, weights / multiplies_s)
+    return Cost(size, alone + prompt)
+
+
+def _size_bytes(shape: tuple[int, ...], scheme: str, gpu: Gpu | None) -> int:
+    *experts, n, k = shape
+    if gpu is None:
+        return math.prod(experts) * packed_size(n, k, SCHEMES[scheme])
+    return PackedWeight("", tensor("", shape), Packing(scheme, ROWS), "").size_bytes
+
+
+def _rates(scheme: str, target: Target) -> tuple[float, float]:
+    """(bytes, multiply-adds) a second."""
+    if target.gpu is not None:
+        kind = {"int8_token": "int8", "w4a8_int8": "int8", "w4a8_fp8": "fp8", "fp8_block": "fp8", "int4": "bf16",
+                "int4_fp16": "fp16"}.get(scheme, scheme)
+        return target.gpu.bytes_per_s, target.gpu.tflops[kind] * 1e12 / 2
+    rates = _RATES_OF_PAIRS if target.isa in _PAIRS else _RATES
+    kind = {32: "float", 16: "float", 8: "int8", 4: "w4a8"}[SCHEMES[scheme].weight_bits]
+    return _CORE_BYTES_S, 2 * _VECTOR_BYTES[target.isa] * rates[kind] * _CORE_CLOCK_HZ

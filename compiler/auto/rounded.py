@@ -1,0 +1,87 @@
+"""What weights and inputs are worth in a scheme, of CPU or GPU targets alike."""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ingot.plugins.linear.gpu_schemes import GPU_SCHEMES
+from ingot.plugins.linear.pack import unpack
+from ingot.plugins.quantize.reference import quantize_values
+from ingot.plugins.scheme import BLOCK, SCHEMES
+
+from ..checkpoint.checkpoint import Checkpoint
+from ..targets import Target
+from ..weights.evaluate import evaluate
+from ..weights.packed import PackedWeight, Packing
+from .units import Unit
+
+if TYPE_CHECKING:
+    import torch
+
+
+def input_kind(scheme: str, target: Target) -> str:
+    """How a scheme's kernels round their inputs: equal for equal schemes; "" where they take floats."""
+    if target.gpu is not None:
+        return GPU_SCHEMES[scheme].quantized
+    return f"int8 in {SCHEMES[scheme].act_group}" if SCHEMES[scheme].is_integer else ""
+
+
+def rounded_inputs(x: torch.Tensor, scheme: str, target: Target) -> torch.Tensor:
+    """x f32 [.., K] as the kernels of the scheme see it."""
+    import torch
+
+    if not input_kind(scheme, target):
+        return x
+    rows = x.reshape(-1, x.shape[-1]).numpy()
+    if target.gpu is not None:
+        return torch.from_numpy(GPU_SCHEMES[scheme].inputs(rows)).reshape(x.shape)
+    q, scale = quantize_values(rows, SCHEMES[scheme])
+    values = (q.reshape(*scale.shape, BLOCK) * scale[..., None]).reshape(len(rows), -1)[:, :rows.shape[1]]
+    return torch.from_numpy(np.ascontiguousarray(values)).reshape(x.shape)
+
+
+class RoundingErrors:
+    """For a unit and a scheme: the stored weights less those of the checkpoint, bf16 [N, K]; None where they are equal.
+
+    Made when first asked for, and kept: two bytes a weight and scheme, besides the model.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, target: Target,
+                 pack: Callable[[PackedWeight], np.ndarray]) -> None:
+        """pack: the blob of a weight for a CPU, with what calibration knows of its inputs."""
+        self._checkpoint, self._target, self._pack = checkpoint, target, pack
+        self._known: dict[tuple[str, str], torch.Tensor | None] = {}
+
+    def get(self, unit: Unit, scheme: str) -> torch.Tensor | None:
+        key = unit.names[0], scheme
+        if key not in self._known:
+            self._known[key] = self._make(unit, scheme)
+        return self._known[key]
+
+    def _make(self, unit: Unit, scheme: str) -> torch.Tensor | None:
+        import torch
+
+        if self._target.gpu is None and SCHEMES[scheme].weight_bits == 32:
+            return None
+        plain = evaluate(unit.weight, self._checkpoint)
+        if self._target.gpu is None:
+            n, k = plain.shape
+            stored = unpack(self._pack(packed_weight(unit, scheme)), n, k, SCHEMES[scheme])
+        else:
+            stored = GPU_SCHEMES[scheme].stored(plain)
+        error = torch.from_numpy(stored - plain)
+        return error.to(torch.bfloat16) if error.count_nonzero() else None
+
+
+def packed_weight(unit: Unit, scheme: str) -> PackedWeight:
+    """As the builder of an engine makes it."""
+    label = "+".join(unit.parameters)
+    return PackedWeight(label, unit.weight, Packing(scheme), label, unit.parameters)
+
+
+def weights_to_calibrate(units: Sequence[Unit], schemes: Sequence[Sequence[str]]) -> list[PackedWeight]:
+    """Every unit as it would be in four bits, if that is among its schemes."""
+    return [packed_weight(unit, scheme) for unit, names in zip(units, schemes, strict=True) for scheme in names
+            if scheme in SCHEMES and SCHEMES[scheme].weight_bits == 4 and unit.role != "experts"]
