@@ -70,6 +70,28 @@ def test_a_chain_of_blocks_is_one_event(relay: KvEventRelay, buffer: EventBuffer
     assert single.blocks[0].block_hash == low64(other[0])
 
 
+def test_another_engine_takes_over(relay: KvEventRelay, buffer: EventBuffer) -> None:
+    """What the old cache held is gone, also what had not been told yet; ids and numbers of batches go on."""
+    store(buffer, list(range(8)))
+    relay.gather()
+    store(buffer, [7] * 4)
+    other = EventBuffer(64)
+    relay.follow(other, SIZE)
+    store(other, [2] * 4)
+    store(buffer, [9] * 4)  # the old one still finishes
+    relay.gather()
+    batches = after(relay, 0)
+    told = [event for batch in batches for event in batch.events]
+    kinds_told = [event.WhichOneof("data") for event in told]
+    assert [batch.sequence_number for batch in batches] == list(range(1, len(batches) + 1))
+    assert kinds_told == ["stored", "stored", "cleared", "stored"]
+    assert list(told[-1].stored.blocks[0].token_ids) == [2] * 4
+    ids = [event.event_id for event in told]
+    assert ids == sorted(set(ids))
+    (snapshot,) = [batch for batch in relay.snapshot() if batch.snapshot.blocks]
+    assert snapshot.snapshot.blocks == 1
+
+
 def test_a_later_block_names_its_parent(relay: KvEventRelay, buffer: EventBuffer) -> None:
     (first,) = store(buffer, [1, 2, 3, 4])
     relay.gather()

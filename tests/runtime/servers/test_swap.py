@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import hashlib
+import io
 import json
 import threading
 import time
 import urllib.request
 import weakref
+import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -427,6 +430,17 @@ def test_a_swap_that_nobody_foresaw(server: Swapping, monkeypatch: pytest.Monkey
     code, message = refusal(lambda: server.load("b"))
     assert code == grpc.StatusCode.INTERNAL and "MemoryError: no pages" in message
     assert server.ask() == (server.hashes["a"], answer_of("a")) and swaps(server) == {"failed": 1}
+
+
+def test_gateways_get_the_tokenizer_of_an_engine_in_the_store(server: Swapping) -> None:
+    """Its members are blobs, not parts of a file."""
+    call = server.channel.unary_stream("/trtllm.TrtllmService/GetTokenizer", None,
+                                       common_pb2.GetTokenizerChunk.FromString)
+    for name in ("a", "b"):
+        server.load(name)
+        data = b"".join(chunk.data for chunk in call(b"", timeout=20))
+        assert "tokenizer.json" in zipfile.ZipFile(io.BytesIO(data)).namelist()
+        assert server.info().tokenizer_sha256 == hashlib.sha256(data).hexdigest()
 
 
 def test_every_engine_gets_its_own_prefix_cache(server: Swapping) -> None:
