@@ -6,6 +6,7 @@ import gc
 import hashlib
 import io
 import json
+import shutil
 import threading
 import time
 import urllib.request
@@ -27,11 +28,13 @@ from ingot.runtime.kv_memory import kv_cache_tokens
 from ingot.runtime.servers.context import ENGINE_HASH
 from ingot.runtime.servers.proto import control_pb2 as pb
 from ingot.runtime.servers.proto import kserve_v2_pb2 as kserve
+from ingot.runtime.store import attestation, provenance
 from ingot.runtime.store.policy import LoadPolicy
 from ingot.runtime.store.store import Store
 from tests.runtime.mock_engine import LIMITS, manifest
 from tests.runtime.servers.swap_server import OPTIONS, PROMPT, Swapping, answer_of, fill_store, finished, swapping
 from tests.runtime.servers.test_metrics_text import samples
+from tests.runtime.store.test_signatures import write_key
 
 LONG: dict[str, Any] = {"prompt": PROMPT, "count": 40}
 
@@ -189,8 +192,6 @@ def test_an_engine_that_is_not_there(server: Swapping) -> None:
 
 
 def test_damaged_code_is_not_loaded(filled: tuple[Store, dict[str, str]], tmp_path: Path) -> None:
-    import shutil
-
     store = Store(tmp_path / "store")
     shutil.copytree(filled[0].folder, store.folder)
     code = store.blobs.path(store.manifest(filled[1]["b"])["members"]["plan.json"]["sha256"])
@@ -211,6 +212,35 @@ def test_only_engines_that_the_policy_allows(filled: tuple[Store, dict[str, str]
         code, message = refusal(lambda: server.load("c"))
         assert code == grpc.StatusCode.PERMISSION_DENIED and hashes["c"] in message
         assert server.load("b").hash == hashes["b"] and swaps(server) == {"refused": 1, "done": 1}
+
+
+def test_only_engines_that_are_signed(filled: tuple[Store, dict[str, str]], tmp_path: Path) -> None:
+    """Refused before anything of it is loaded."""
+    store = Store(tmp_path / "store")
+    shutil.copytree(filled[0].folder, store.folder)
+    private, public = write_key(tmp_path, "ours")
+    other, _ = write_key(tmp_path, "theirs")
+    for name, key in (("a", private), ("b", private), ("c", other)):
+        made = provenance.statements(store.manifest(filled[1][name]), filled[1][name])
+        store.add_attestations(filled[1][name], [attestation.sign(each, attestation.private_key(str(key)))
+                                                 for each in made])
+    with swapping(store, filled[1], replace(OPTIONS, policy=LoadPolicy.of([], [str(public)]))) as server:
+        for name in ("c", "other"):  # signed by somebody else, by nobody
+            status, message = refusal(lambda name=name: server.load(name))
+            assert status == grpc.StatusCode.PERMISSION_DENIED and filled[1][name] in message
+        assert server.load("b").hash == filled[1]["b"] and server.ask()[0] == filled[1]["b"]
+
+
+def test_the_host_tier_of_a_new_engine(filled: tuple[Store, dict[str, str]]) -> None:
+    with swapping(*filled, replace(OPTIONS, host_kv_tokens=96)) as server:
+        block = server.info().kv_cache.block_size
+        assert server.info().kv_cache.num_host_blocks == 96 // block
+        server.load("b")
+        assert server.info().kv_cache.num_host_blocks == 96 // block
+        server.load("c", host_kv_tokens=48)
+        assert server.info().kv_cache.num_host_blocks == 48 // block
+        assert server.load("a", host_kv_tokens=0).hash == server.hashes["a"]
+        assert server.info().kv_cache.num_host_blocks == 0
 
 
 def test_another_tokenizer_needs_a_word(server: Swapping) -> None:
