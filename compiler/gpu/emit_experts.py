@@ -78,7 +78,7 @@ def emit_combine(low: GpuLowering, node: Node) -> None:
 def _problem(low: GpuLowering, node: Node) -> linear_tactics.Problem:
     x, ids, w, *bias = node.values
     _tokens_alone(low, node, ids)
-    scheme = GPU_SCHEMES[node.attrs["scheme"]]
+    scheme = low.scheme(node)
     experts, n, k = (int(dim) for dim in low.type(w).shape)
     gated, stored = node.attrs.get("gated", ""), low.stored[node.output]
     quantizes = bool(scheme.quantized) and low.few

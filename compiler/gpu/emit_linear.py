@@ -42,7 +42,7 @@ def emit_linear(low: GpuLowering, node: Node) -> None:
 def linear_problem(low: GpuLowering, node: Node, norm: Node | None = None) -> linear_tactics.Problem:
     """Of a linear node. norm: whose result it reads, if it has to make that itself."""
     x, w, *rest = node.values
-    scheme = GPU_SCHEMES[node.attrs["scheme"]]
+    scheme = low.scheme(node)
     rows = low.row_symbol(x, node)
     n, k = (int(dim) for dim in low.type(w).shape)
     gated, residual = node.attrs.get("gated", ""), bool(node.attrs.get("residual"))

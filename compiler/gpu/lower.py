@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ingot.plugins.gpu.kernel import Candidate, Candidates
+from ingot.plugins.linear.gpu_schemes import GPU_SCHEMES, GpuScheme
 
 from ..errors import CannotCompile
 from ..ir.graph import Node
@@ -143,6 +144,15 @@ class GpuLowering(BaseLowering):
         if key not in self.ways:
             self.ways[key] = find(problem, self.gpu.device)
         return self.ways[key]
+
+    def scheme(self, node: Node) -> GpuScheme:
+        """How a matrix holds its weights and takes its inputs. Raises CannotCompile where those are not as values lie
+        in memory."""
+        scheme = GPU_SCHEMES[node.attrs["scheme"]]
+        if not scheme.quantized and scheme.activation != self.floats:
+            raise CannotCompile(f"{node.op} in {scheme.name} takes its inputs in {scheme.activation}; values of this "
+                                f"engine are held in {self.floats}\n  in {node.origin}")
+        return scheme
 
     def matrix(self, value: str, scheme: str) -> tuple[PackedWeight, dict[str, Arg]]:
         """The packed matrix, and its arrays: w, w_scale, …"""

@@ -10,7 +10,7 @@ from ingot.compiler.gpu.storage import stored_types
 from ingot.compiler.ir.graph import Graph
 from ingot.compiler.passes.pipeline import gpu_pipeline, run_passes
 from ingot.compiler.plan.kv_cache import plan_kv_cache
-from ingot.compiler.precision import Precision, find_precision
+from ingot.compiler.precision import Precision, Rule, find_precision
 from ingot.compiler.targets import Gpu, find_target
 from ingot.compiler.weights.packed import WeightTable
 
@@ -39,9 +39,11 @@ def program(graph: Graph, target: str, precision: Precision, kv: str = "") -> Gp
     return generate(final(graph, precision, kv), gpu(target), precision.floats, LIMITS, BLOCK_SIZE)
 
 
-def lowered(graph: Graph, tokens: int, target: str, precision: str, kv: str = "") -> GpuLowering:
-    """One bucket, before kernels are chosen."""
+def lowered(graph: Graph, tokens: int, target: str, precision: str, kv: str = "", scheme: str = "") -> GpuLowering:
+    """One bucket, before kernels are chosen. scheme: of all matrices, in the place of the precision's."""
     chosen = find_precision(precision, gpu(target))
+    if scheme:
+        chosen = replace(chosen, rules=(Rule("*", scheme),))
     graph = final(graph, chosen, kv)
     low = GpuLowering(
         graph=graph, tokens=tokens, bindings={"T": tokens, "L": min(tokens, LIMITS["max_batch_size"])}, limits=LIMITS,

@@ -48,7 +48,8 @@ def test_an_engine(tiny_checkpoint: Path, tmp_path: Path, cache: BuildCache, pre
 
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("precision", ["fp8", "int4"])
-def test_a_refit_is_what_a_build_gives(tiny_checkpoint: Path, tmp_path: Path, cache: BuildCache, precision: str) -> None:
+def test_a_refit_is_what_a_build_gives(tiny_checkpoint: Path, tmp_path: Path, cache: BuildCache,
+                                       precision: str) -> None:
     other = shutil.copytree(tiny_checkpoint, tmp_path / "other" / tiny_checkpoint.name)
     tensors = load_file(other / "model.safetensors")
     rng = np.random.default_rng(7)

@@ -86,9 +86,20 @@ def test_refusals_of_caches(precision: str, kv: str, target: str, message: str) 
         lowered(model(LLAMA), 16, target, precision, kv)
 
 
-def test_an_operator_without_a_kernel_is_named() -> None:
+def test_a_scheme_that_takes_other_inputs_than_there_are() -> None:
+    """Such as int4 × bf16 for a layer of an fp32 engine."""
     b = Builder()
-    x = b.op("linear", b.x("x", "T", 32), b.weight("w", 33, 32))
-    y = b.op("linear", x, b.weight("head", 32, 33))
-    with pytest.raises(CannotCompile, match=r"no kernel on sm_90a: linear\.bf16: rows of 33 channels do not"):
-        lowered(b.made(y), 16, "h200", "bf16")
+    y = b.op("linear", b.x("x", "T", 32), b.weight("w", 32, 32))
+    y = b.op("linear", y, b.weight("head", 32, 32))
+    with pytest.raises(CannotCompile, match="linear in int4 takes its inputs in bf16; values of this engine are held"):
+        lowered(b.made(y), 16, "h200", "fp32", scheme="int4")
+
+
+def test_what_no_kernel_computes_is_named() -> None:
+    b = Builder()
+    x = b.x("x", "T", 32)
+    heads = [b.op("reshape", b.op("linear", x, b.weight(part, 576, 32)), shape=("T", 1, 576)) for part in "qkv"]
+    y = b.op("reshape", b.op("attention", *heads, slot=0, scale=1.0), shape=("T", 576))
+    logits = b.op("linear", y, b.weight("head", 32, 576))
+    with pytest.raises(CannotCompile, match="attention has no kernel on sm_90a: .*heads of 576 and 576 elements"):
+        lowered(b.made(logits), 16, "h200", "bf16")
