@@ -55,7 +55,7 @@ class KvSlot:
         """The slot in the blocks of that table, from byte `begin` on."""
         key_bytes, _ = self.part_bytes(block_size)
         value = begin + key_bytes
-        scales = None, None
+        scales: tuple[int | None, int | None] = None, None
         if self.dtype in _SCALED:
             scales = (begin + self._row_bytes(block_size, self.key_dim),
                       value + self._row_bytes(block_size, self.value_dim))

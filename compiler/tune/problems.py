@@ -13,7 +13,7 @@ from ingot.plugins.scheme import SCHEMES
 from .workloads import BLOCK_SIZE, layer_bytes
 
 Problem = linear_cpu.Problem | attention_cpu.Attention
-P = TypeVar("P", linear_cpu.Problem, attention_cpu.Attention)
+P = TypeVar("P", bound=Problem)
 Tactic = linear_cpu.Tactic | attention_cpu.Tactic
 
 KERNELS = {"linear": "linear/linear.h", "attention": "attention/attention.h"}
@@ -60,7 +60,7 @@ def tactics_of(problem: Problem) -> tuple[Tactic, ...]:
 
 
 def with_tactic(problem: P, tactic: Tactic) -> P:
-    return replace(problem, tactic=tactic)  # type: ignore[arg-type]
+    return replace(problem, tactic=tactic)  # type: ignore[arg-type]  # the one of its kind
 
 
 def kernels_of(problem: Problem) -> tuple[CpuKernel, ...]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from ingot.runtime.bench.bench import Plan, bench
 from ingot.runtime.bench.drivers.in_process import in_process
@@ -89,8 +91,7 @@ def tune_serving(engine: EngineFile, grid: Grid, progress: Callable[[str], None]
         progress(shown)
         options = EngineOptions(max_batch_size=batch, max_num_tokens=tokens, num_workers=grid.num_workers,
                                 max_queue_size=2 * under_way, prefix_reuse=False)
-        report = asyncio.run(_measured(str(engine.path), options, plan, lambda text, at=shown: progress(
-            f"{at}: {text}")))
+        report = asyncio.run(_measured(str(engine.path), options, plan, partial(_told, progress, shown)))
         if report["requests"]["finished"] != plan.load.num_requests:
             raise WorkFailed(f"{shown}: of {plan.load.num_requests} requests {report['requests']['finished']} were "
                              f"finished: {report['requests']['errors']}")
@@ -100,7 +101,11 @@ def tune_serving(engine: EngineFile, grid: Grid, progress: Callable[[str], None]
     return found
 
 
-async def _measured(path: str, options: EngineOptions, plan: Plan, progress: Callable[[str], None]) -> dict:
+def _told(progress: Callable[[str], None], where: str, text: str) -> None:
+    progress(f"{where}: {text}")
+
+
+async def _measured(path: str, options: EngineOptions, plan: Plan, progress: Callable[[str], None]) -> dict[str, Any]:
     async with in_process(path, options) as driver:
         return (await bench(driver, plan, ingot_version(), progress)).report
 

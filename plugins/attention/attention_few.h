@@ -1,12 +1,7 @@
-/* Attention of few rows: generation. Keys are read from the cache as they lie; a score is a dot product, of integers
- * where keys are of 8 bits: then a query is quantized likewise. */
+/* Attention of few rows: generation. Keys and values are read from the cache as they lie. */
 #ifndef INGOT_ATTENTION_FEW_H
 #define INGOT_ATTENTION_FEW_H
-#include "attention/attention_types.h"
-#include "linear/integer_vectors.h"
-
-/* Rows that share one load of a key or a value. */
-#define FEW_BLOCK (VF_REGISTERS == 32 ? 4 : 3)
+#include "attention/attention_scores.h"
 
 /* Asks for memory that is needed soon. Little at a time, beside the arithmetic: a core waits when too much is on its
  * way. Blocks follow each other in no order that the hardware could foresee. */
@@ -19,97 +14,6 @@ INGOT_INLINE const char *ingot_few_row(const void *cache, const int32_t *blocks,
                                        ingot_attention c) {
     size_t row = ingot_kv_row(blocks, position, head, c.block_stride, c.block_size, dim);
     return (const char *)cache + row * ingot_kv_bytes(c.kv_type);
-}
-
-/* scores[i][0 .. 3] of `rows` queries with the four keys from element `k` on; rows: a literal. */
-INGOT_INLINE void ingot_few_scores_of(int rows, const float *q, int q_row, const void *cache, size_t k, int dim,
-                                      int type, float *scores) {
-    vf sum[4][4];
-    INGOT_UNROLL
-    for (int i = 0; i < rows; i++) sum[i][0] = sum[i][1] = sum[i][2] = sum[i][3] = vf_zero();
-    for (int d = 0; d < dim; d += VF_LANES) {
-        vf query[4];
-        INGOT_UNROLL
-        for (int i = 0; i < rows; i++) query[i] = vf_load(q + i * q_row + d);
-        INGOT_UNROLL
-        for (int j = 0; j < 4; j++) {
-            size_t at = k + (size_t)(j * dim + d);
-            vf key = d + VF_LANES <= dim ? ingot_kv_load(cache, at, type)
-                                         : ingot_kv_load_first(cache, at, dim % VF_LANES, type);
-            INGOT_UNROLL
-            for (int i = 0; i < rows; i++) sum[i][j] = vf_fma(query[i], key, sum[i][j]);
-        }
-    }
-    INGOT_UNROLL
-    for (int i = 0; i < rows; i++) {
-        vf_hsum4(scores + i * ATTENTION_FEW_KEYS, sum[i][0], sum[i][1], sum[i][2], sum[i][3]);
-    }
-}
-
-/* Floats of a query as products of integers take it: bytes, padded with zeros, then what the sums begin with. */
-#define FEW_BYTES(dim) ATTENTION_ALIGN(dim, 64)
-#define FEW_INTEGER_ROW(dim) (FEW_BYTES(dim) / 4 + VF_LANES)
-
-/* x[dim] to 8 bits; returns the scale. A row with an infinity or a NaN becomes zeros, with that as its scale. */
-INGOT_INLINE float ingot_few_quantize(const float *x, int dim, float *row) {
-    int8_t *q = (int8_t *)row;
-    int32_t *start = (int32_t *)(row + FEW_BYTES(dim) / 4);
-    float inverse, scale = ingot_scale_of(ingot_max_magnitude(x, dim), &inverse);
-    memset(row, 0, sizeof(float) * (size_t)FEW_INTEGER_ROW(dim));
-    if (inverse != 0.0f) (void)ingot_quantize_values(x, dim, inverse, q);
-    for (int d = 0; d < dim; d++) start[d / 4 % VF_LANES] -= VI_SHIFT_I8 * q[d];
-    return scale;
-}
-
-/* The same of quantized queries with four keys of 8 bits, from `keys` on. The bytes behind a row, which belong to the
- * block too, are multiplied with zeros. */
-INGOT_INLINE void ingot_few_products_of(int rows, const float *q, int q_row, const float *q_scale, const int8_t *keys,
-                                        const float *k_scale, int dim, float *scores) {
-    vi sum[4][4];
-    INGOT_UNROLL
-    for (int i = 0; i < rows; i++) {
-        sum[i][0] = sum[i][1] = sum[i][2] = sum[i][3] = vi_load(q + i * q_row + FEW_BYTES(dim) / 4);
-    }
-    for (int d = 0; d < dim; d += VI_BYTES) {
-        vi query[4];
-        INGOT_UNROLL
-        for (int i = 0; i < rows; i++) query[i] = vi_load((const int8_t *)(q + i * q_row) + d);
-        INGOT_UNROLL
-        for (int j = 0; j < 4; j++) {
-            vi key = vi_prepare_i8(vi_load(keys + j * dim + d));
-            INGOT_UNROLL
-            for (int i = 0; i < rows; i++) sum[i][j] = vi_step_i8(sum[i][j], key, query[i]);
-        }
-    }
-    INGOT_UNROLL
-    for (int i = 0; i < rows; i++) { /* integers below 2^24: exact as floats, in whatever order they are added */
-        float *to = scores + i * ATTENTION_FEW_KEYS;
-        vf_hsum4(to, vi_to_float(sum[i][0]), vi_to_float(sum[i][1]), vi_to_float(sum[i][2]), vi_to_float(sum[i][3]));
-        INGOT_UNROLL
-        for (int j = 0; j < 4; j++) to[j] *= q_scale[i] * k_scale[j];
-    }
-}
-
-/* Scores of the first FEW_BLOCK rows or, if there are less, of all, with four keys from element `k` on; k_scale: of
- * those keys, and q_scale: where they are of 8 bits. */
-INGOT_INLINE void ingot_few_scores(int rows, const float *q, int q_row, const float *q_scale, const void *cache,
-                                   size_t k, const float *k_scale, int dim, int type, float *scores) {
-    if (type == INGOT_KV_I8) {
-        const int8_t *keys = (const int8_t *)cache + k;
-        switch (rows) {
-            case 1: ingot_few_products_of(1, q, q_row, q_scale, keys, k_scale, dim, scores); break;
-            case 2: ingot_few_products_of(2, q, q_row, q_scale, keys, k_scale, dim, scores); break;
-            case 3: ingot_few_products_of(3, q, q_row, q_scale, keys, k_scale, dim, scores); break;
-            default: ingot_few_products_of(FEW_BLOCK, q, q_row, q_scale, keys, k_scale, dim, scores); break;
-        }
-        return;
-    }
-    switch (rows) {
-        case 1: ingot_few_scores_of(1, q, q_row, cache, k, dim, type, scores); break;
-        case 2: ingot_few_scores_of(2, q, q_row, cache, k, dim, type, scores); break;
-        case 3: ingot_few_scores_of(3, q, q_row, cache, k, dim, type, scores); break;
-        default: ingot_few_scores_of(FEW_BLOCK, q, q_row, cache, k, dim, type, scores); break;
-    }
 }
 
 /* sum[i][..] = scale[i] sum[i][..] + sum over keys of p[i][key] value[key][..] for `rows` rows and `vectors` vectors,

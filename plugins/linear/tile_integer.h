@@ -1,5 +1,5 @@
-/* Tiles of matrices in 8 and 4 bits, over rows that "quantize/quantize.h" wrote. Products are summed in integers over 32
- * channels of K, then scaled and added up in float32. */
+/* Tiles of matrices in 8 and 4 bits, over rows that "quantize/quantize.h" wrote. Products are summed in integers over
+ * 32 channels of K, then scaled and added up in float32. */
 #ifndef INGOT_TILE_INTEGER_H
 #define INGOT_TILE_INTEGER_H
 #include "../quantize/quantize.h"

@@ -62,7 +62,8 @@ INGOT_INLINE void ingot_rope_run(const ingot_step *step, const float *q, const f
         int position = step->positions[token];
         row -= c.q_heads;
         if (row < c.kv_heads) {
-            ingot_rope_row(k + (ptrdiff_t)token * c.k_stride + row * c.key_dim, k_weight, cos + angle, sin + angle, work, c);
+            const float *from = k + (ptrdiff_t)token * c.k_stride + row * c.key_dim;
+            ingot_rope_row(from, k_weight, cos + angle, sin + angle, work, c);
             size_t at = ingot_kv_row(blocks, position, row, c.block_stride, c.block_size, c.key_dim);
             float *scale = ingot_kv_scale(keys, blocks, position, row, c.block_stride, c.block_size);
             ingot_kv_store_row(keys.rows, at, scale, work, c.key_dim, c.kv_type);

@@ -27,7 +27,8 @@ class Pool:
     """Hands out blocks in any order. Those that nobody holds are full of NaN: whoever reads one shows it."""
 
     def __init__(self, program: CpuProgram) -> None:
-        self._blocks = program._tiers[0][:program.num_blocks * program.block_bytes].reshape(program.num_blocks, -1)
+        size = program.num_blocks * program.block_bytes
+        self._blocks = program._blocks._tiers[0][:size].reshape(program.num_blocks, -1)
         self._blocks[...] = 0xFF
         self._free = np.random.default_rng(0).permutation(program.num_blocks).tolist()
         self.program = program
@@ -66,7 +67,8 @@ class Sequence:
 
 
 @pytest.mark.parametrize(("model_type", "kv_precision", "tolerance"), [
-    *((model_type, "fp32", 1e-5) for model_type in MODELS), ("gemma3_text", "bf16", 5e-3), ("gpt_oss", "int8", 2e-2)])
+    *((model_type, "fp32", 1e-5) for model_type in MODELS), ("gemma3_text", "bf16", 5e-3),
+    ("gemma3_text", "int8", 2e-2)])  # (in a mixture of experts a rounding may choose another expert)
 def test_logits_are_those_of_transformers(model_type: str, kv_precision: str, tolerance: float, tmp_path: Path) -> None:
     overrides, windows = MODELS[model_type]
     model = save_random(small_config(model_type, **overrides), tmp_path / "model")

@@ -36,6 +36,7 @@ def problem(q_heads: int, kv_heads: int, key_dim: int, value_dim: int, block_siz
 FEW_ROWS = 12
 """ATTENTION_FEW_ROWS: up to so many rows a key/value head, queries are quantized where keys are."""
 
+NO_SCALES: list[np.ndarray | None] = [None, None]
 PLAIN = problem(6, 2, 64, 64, 16, 0.125)
 PLAIN_F32 = problem(6, 2, 64, 64, 16, 0.125, "f32")
 PLAIN_I8 = problem(6, 2, 64, 64, 16, 0.125, "i8")
@@ -120,7 +121,7 @@ def run(library: Library, p: Attention, case: Case, workers: int = 1, apart: boo
     out = aligned((tokens, p.out_stride or p.q_heads * p.value_dim))
     whole = aligned(out.shape) if apart else out
     scratch = aligned((scratch_bytes(p, tokens, len(case.step.context_len)) // 4 + 16,))
-    library.run(attention(p), case.step, case.q, case.k, case.v, *(case.scales or [None] * 2), case.step.block_table,
+    library.run(attention(p), case.step, case.q, case.k, case.v, *(case.scales or NO_SCALES), case.step.block_table,
                 case.sinks, scratch[:-16], whole, workers=workers)
     library.run(attention_combine(p), case.step, scratch[:-16], case.sinks, whole if apart else None, out,
                 workers=workers)

@@ -32,6 +32,7 @@ def problem(q_heads: int, kv_heads: int, key_dim: int, value_dim: int, block_siz
     return Rope(q_heads, kv_heads, key_dim, value_dim, block_size, block_bytes, kv_dtype, **more)
 
 
+NO_SCALES: list[np.ndarray | None] = [None, None]
 PLAIN = problem(9, 3, 64, 64, 16, rotary=64)
 PROBLEMS = {
     "plain": PLAIN,
@@ -98,7 +99,7 @@ def test_equals_reference(library: Library, name: str, workers: int) -> None:
     blocks, k_cache, v_cache, *scales = kv_cache(STEP.num_blocks, p.kv_heads, p.block_size, (p.key_dim, p.value_dim),
                                                  KV_ELEMENTS[p.kv_dtype])
     before, written = blocks.copy(), [part[cells(p.block_size)] for part in (k_cache, v_cache, *scales)]
-    library.run(rope_kv_write(p), STEP, q, k, v, cos, sin, *weights, q, k_cache, v_cache, *(scales or [None] * 2),
+    library.run(rope_kv_write(p), STEP, q, k, v, cos, sin, *weights, q, k_cache, v_cache, *(scales or NO_SCALES),
                 STEP.block_table, workers=workers)
     assert relative_error(q_rows, want_q) < 1e-6
     if not p.kv_heads:
