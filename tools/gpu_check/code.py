@@ -19,12 +19,12 @@ from ingot.compiler.gpu.triton_compile import CompiledKernel, CompileError, try_
 from ingot.compiler.targets import Target, architectures, list_targets
 from ingot.plugins.gpu.kernel import GpuKernel
 from ingot.plugins.gpu.sources import source_digest
+from ingot.runtime.devices.emulator import TRITON_VERSION
 from ingot.runtime.errors import RequestError
 
 from .runner import NoCode
 
 PACK_VERSION = 1
-TRITON = "3.9.0"
 LARGEST_PACK_BYTES = 64 * 10**6
 
 
@@ -73,9 +73,9 @@ class Compiler:
             found = version("triton")
         except PackageNotFoundError:
             found = "none"
-        if found != TRITON:
+        if found != TRITON_VERSION:
             raise RequestError(
-                f"kernels are compiled with triton {TRITON}, this machine has {found}.\n  Make a pack elsewhere, no "
+                f"kernels are compiled with triton {TRITON_VERSION}, this machine has {found}.\n  Make a pack elsewhere, no "
                 f"GPU needed, and bring it along: python -m tools.gpu_check pack --target {target.name} -o check.zip\n"
                 "  then here: python -m tools.gpu_check --pack check.zip")
 
@@ -132,7 +132,7 @@ class PackWriter:
 
     def __init__(self, path: Path, target: Target) -> None:
         self._file = zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED)
-        self._facts: dict[str, Any] = {"version": PACK_VERSION, "target": target.name, "triton": TRITON, "kernels": {},
+        self._facts: dict[str, Any] = {"version": PACK_VERSION, "target": target.name, "triton": TRITON_VERSION, "kernels": {},
                                        "refused": {}}
 
     def add(self, kernel: GpuKernel, compiled: CompiledKernel | CompileError) -> None:

@@ -23,6 +23,12 @@ def test_gpus_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check.status == "warn" and "supports CUDA 12.4" in check.detail and "\n" not in check.detail
 
 
+def test_one_version_of_triton() -> None:
+    from ingot.runtime.devices.emulator import TRITON_VERSION
+
+    assert doctor.TRITON == TRITON_VERSION, "written twice, since the doctor runs where numpy is missing"
+
+
 def test_compiler_of_gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     for found, status, text in (("3.9.0", "ok", "triton 3.9.0"), ("3.6.0", "warn", "this is 3.6.0")):
         monkeypatch.setattr(doctor, "version", lambda name, found=found: found)
