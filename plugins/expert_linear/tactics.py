@@ -108,7 +108,7 @@ def summing(problem: Sum, device: Device) -> Candidates:
         *arguments({"x": f"*{ELEMENTS[p.x_type]}", "weights": "*fp32",
                     "residual": f"*{ELEMENTS[p.residual]}" if p.residual else None, "y": f"*{ELEMENTS[p.y_type]}",
                     "sizes": "*i32"},
-                   {"ROWS": SIZES["T"], "D": p.d, "CHOICES": p.choices, "BLOCK": block}), 4, 1)
+                   {"ROWS": SIZES["T"], "D": p.d, "CHOICES": p.choices, "BLOCK": block}), min(4, block // 32), 1)
     moved = p.choices * BYTES[p.x_type] + BYTES[p.y_type] + (BYTES[p.residual] if p.residual else 0)
     return Candidates((Candidate("combine", (GpuLaunch(kernel, (p.m, -(-p.d // block), 1)),),
                                  Cost(p.m * p.d * moved, 0)),))
