@@ -101,5 +101,5 @@ def test_what_no_kernel_computes_is_named() -> None:
     heads = [b.op("reshape", b.op("linear", x, b.weight(part, 576, 32)), shape=("T", 1, 576)) for part in "qkv"]
     y = b.op("reshape", b.op("attention", *heads, slot=0, scale=1.0), shape=("T", 576))
     logits = b.op("linear", y, b.weight("head", 32, 576))
-    with pytest.raises(CannotCompile, match="attention has no kernel on sm_90a: .*heads of 576 and 576 elements"):
+    with pytest.raises(CannotCompile, match=r"attention has no kernel on sm_90a: .*heads of 576 and 576 elements"):
         lowered(b.made(logits), 16, "h200", "bf16")
