@@ -75,9 +75,10 @@ class Compiler:
             found = "none"
         if found != TRITON_VERSION:
             raise RequestError(
-                f"kernels are compiled with triton {TRITON_VERSION}, this machine has {found}.\n  Make a pack elsewhere, no "
-                f"GPU needed, and bring it along: python -m tools.gpu_check pack --target {target.name} -o check.zip\n"
-                "  then here: python -m tools.gpu_check --pack check.zip")
+                f"kernels are compiled with triton {TRITON_VERSION}, this machine has {found}.\n"
+                "  Make a pack elsewhere, no GPU needed, and bring it along:\n"
+                f"    python -m tools.gpu_check pack --target {target.name} -o check.zip\n"
+                "    python -m tools.gpu_check --pack check.zip    (here)")
 
     def __call__(self, kernel: GpuKernel) -> CompiledKernel:
         return self.compile([kernel])[kernel]
@@ -132,8 +133,8 @@ class PackWriter:
 
     def __init__(self, path: Path, target: Target) -> None:
         self._file = zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED)
-        self._facts: dict[str, Any] = {"version": PACK_VERSION, "target": target.name, "triton": TRITON_VERSION, "kernels": {},
-                                       "refused": {}}
+        self._facts: dict[str, Any] = {"version": PACK_VERSION, "target": target.name, "triton": TRITON_VERSION,
+                                       "kernels": {}, "refused": {}}
 
     def add(self, kernel: GpuKernel, compiled: CompiledKernel | CompileError) -> None:
         key = kernel_key(kernel)
