@@ -194,10 +194,19 @@ def _kernels_text(kernels: list[dict[str, Any]]) -> str:
     buckets = sorted({tokens for kernel in kernels for tokens in kernel.get("launches", {})}, key=int)
     rows = []
     for kernel in kernels:
-        more = (f"{key} {value}" for key, value in kernel.items() if key not in ("name", "launches"))
+        told = ("name", "launches", "tuned_by", "problem", "tactic")
+        more = (f"{key} {value}" for key, value in kernel.items() if key not in told)
         counts = (kernel.get("launches", {}).get(tokens, 0) for tokens in buckets)
-        rows.append((kernel["name"], *counts, ", ".join(more)))
-    return "Launches in a step of so many tokens:\n" + table(rows, ("kernel", *buckets, ""))
+        rows.append((kernel["name"], *counts, ", ".join([_tactic(kernel), *more])))
+    return "Launches in a step of so many tokens:\n" + table(rows, ("kernel", *buckets, "how"))
+
+
+def _tactic(kernel: dict[str, Any]) -> str:
+    """Of a kernel that can be cut in several ways, by whose choice, and how it differs from the model's."""
+    if "problem" not in kernel:
+        return ""
+    chosen = " ".join(f"{name} {value}" for name, value in kernel.get("tactic", {}).items())
+    return f"{kernel['tuned_by']}{f': {chosen}' if chosen else ''}"
 
 
 def _memory(engine: EngineFile) -> dict[str, Any]:

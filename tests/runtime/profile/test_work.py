@@ -12,7 +12,9 @@ PLAN: dict[str, Any] = {
                 "e": {"shape": [8, 96, 64], "size": 8000, "scheme": "int8"}},
     "kv": {"windows": [None, 100], "slots": [
         {"slot": 0, "table": 0, "heads": 2, "key_dim": 16, "value_dim": 8, "dtype": "bf16"},
-        {"slot": 3, "table": 1, "heads": 2, "key_dim": 16, "value_dim": 8, "dtype": "f32"}]},
+        {"slot": 3, "table": 1, "heads": 2, "key_dim": 16, "value_dim": 8, "dtype": "f32"},
+        {"slot": 4, "table": 0, "heads": 2, "key_dim": 16, "value_dim": 8, "dtype": "i8", "key_scale_offset": 512,
+         "value_scale_offset": 1024}]},
 }
 GENERATION = Phase("generation", 4, 1, 500)
 PROMPT = Phase("prompt", 1, 300, 300)
@@ -40,6 +42,7 @@ def launch(op: str, *args: list[Any], shape: list[int | str] | None = None) -> d
      (4 * 500 * 96, 4 * 500 * 6 * 24, "float")),
     (launch("attention", ["kv", 0, "k"], ["kv", 0, "v"], shape=["T", 6, 8]), PROMPT,
      (300 * 96, 300 * 301 // 2 * 6 * 24, "float")),
+    (launch("kv_write", ["kv", 4, "k"], ["kv", 4, "k_scale"]), GENERATION, (4 * 2 * (24 + 8), 0, "float")),
     (launch("attention", ["kv", 3, "k"], ["kv", 3, "v"], shape=["T", 6, 8]), GENERATION,
      (4 * 100 * 192, 4 * 100 * 6 * 24, "float")),
     (launch("attention", ["kv", 3, "k"], ["kv", 3, "v"], shape=["T", 6, 8]), PROMPT,
