@@ -206,6 +206,7 @@ class Executor:
             self._must_stop = True
             self._changed.notify_all()
         self._thread.join()
+        self._loop.release()  # whatever still holds the executor holds no memory of the device
 
     def _command(self, command: Callable[[], object]) -> None:
         """Something to be done by the executor's thread, between two steps."""

@@ -126,6 +126,7 @@ class LoadedEngine:
     def _release(self) -> None:
         if self._program is not None:
             self._program.close()
+            self._program = None
         if self._log is not None:
             self._log.close()
         self.file.close()

@@ -91,6 +91,10 @@ class StepLoop:
                     self._end(answer, "error", error)
         self.deliver()
 
+    def release(self) -> None:
+        """Lets go of the program. The last call, after `fail` or when nothing runs any more."""
+        self.__dict__.pop("_program", None)
+
     def _end(self, answer: Answer, reason: FinishReason, error: IngotError | None = None) -> None:
         """Of an answer that the scheduler has let go of."""
         answer.finish_reason, answer.error = reason, error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,23 @@ def test_prefixes_from_the_host_tier(mock_path: Path, reuse: bool) -> None:
     else:
         assert (stats.hit_tokens, sink.of("c")[0].num_cached_tokens) == (0, 0)
         assert stats.miss_tokens["disabled"] == stats.queried_tokens
+
+
+def test_a_closed_engine_holds_no_memory_of_its_device(mock_path: Path) -> None:
+    """Whoever still has the engine, and without the help of the garbage collector, which a server may have frozen."""
+    loaded = LoadedEngine(mock_path, EngineOptions(kv_cache_tokens=100, num_workers=1), extent="full")
+    program, sink = weakref.ref(loaded._program), Sink()
+    loaded.executor.on_health(lambda health: None)
+    loaded.executor.submit(request("a", [5] * 16, 3), sink)
+    sink.finished("a")
+    gc.disable()
+    try:
+        loaded.close()
+        loaded.close()
+        assert program() is None and loaded.executor.health == "stopped"
+        assert loaded.executor.recorder.steps > 0 and loaded.kv.stats.queried_tokens == 16  # to be added to others'
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("options", [
