@@ -21,7 +21,7 @@ import numpy as np
 
 from ..engine_file import EngineFile
 from ..engine_format import EngineFormatError
-from ..errors import RequestError
+from ..errors import RequestError, WorkFailed
 from ..kv_memory import KvCacheSizeError
 from ..manifest import weight_name
 from ..program import EngineMismatch, Limits, check_plan_version
@@ -88,7 +88,6 @@ class CudaProgram:
         except BaseException:
             self.close()
             raise
-        self._done = context.event()
         self._expected_s = [0.0] * len(self._buckets)
         self._launched_at = 0.0
         self._in_flight: tuple[StepInputs, int] | None = None
@@ -104,7 +103,11 @@ class CudaProgram:
         self.vocab_size = plan.vocab_size
         tables = len(kv.windows)
         layout = self._layout = StepLayout(limits, plan.vocab_size, kv.block_size, tables)
-        blobs = {weight.blobs[0]: weight.size for weight in plan.weights.values()}
+        blobs: dict[str, int] = {}
+        for name, weight in plan.weights.items():
+            if blobs.setdefault(weight.blobs[0], weight.size) != weight.size:
+                raise EngineFormatError(f"plan.weights.{name}: size {weight.size}; elsewhere the same blob has "
+                                        f"{blobs[weight.blobs[0]]}")
         offsets, self.weights_bytes = _packed(blobs)
         self.arena_bytes, self.workspace_bytes = plan.arena_bytes, plan.workspace_bytes
         launches = sum(len(bucket.launches) for bucket in plan.buckets)
@@ -123,48 +126,60 @@ class CudaProgram:
         if needs.total > free:
             raise needs.error(self.gpu, free, "the engine does not fit")
         try:
-            weights = context.allocate(self.weights_bytes)
-            arena = context.allocate(self.arena_bytes)
-            workspace = context.allocate(self.workspace_bytes)
-            self._step_address = context.allocate(layout.num_bytes)
-            left = context.free_bytes()
-            if kv_cache_tokens is not None or not kv.block_bytes:  # a model without attention has blocks of nothing
-                self.num_blocks = blocks(kv_cache_tokens or limits.max_batch_size * limits.max_seq_len)
-            else:
-                self.num_blocks = int(fraction * (left - graphs)) // kv.block_bytes // tables * tables
-            if self.num_blocks < 1:
-                raise needs.error(self.gpu, free, f"no block of the KV cache fits {fraction:.0%} of what is left")
-            self.kv_bytes = self.num_blocks * kv.block_bytes
-            self._kv_address = context.allocate(self.kv_bytes)
+            self._allocate(plan, limits, kv_cache_tokens, fraction, graphs,
+                           lambda why: needs.error(self.gpu, free, why))
+            self.num_host_blocks = blocks(host_kv_tokens)
+            self._host_kv = context.pinned(self.num_host_blocks * kv.block_bytes, f"{host_kv_tokens} tokens of KV")
+            first, second = (StepInputs(limits, plan.vocab_size, kv.block_size, tables, context.pinned(
+                layout.num_bytes, "the arrays of a step")) for _ in range(2))
+            self.inputs = (first, second)
+            self._host_addresses = [int(inputs.memory.ctypes.data) for inputs in self.inputs]
+            upload(context, self._pieces(blobs, offsets), progress)
+            self._buckets = plan.bind(self._places(plan, offsets))
+            self._bucket_tokens = [bucket.tokens for bucket in self._buckets]
+            self._graphs = [StepGraph(context, self._kernels, bucket.launches) for bucket in self._buckets]
+            self._done = context.event()
+            context.synchronize()
         except CudaError as error:
+            if error.name != "CUDA_ERROR_OUT_OF_MEMORY":
+                raise
             raise needs.error(self.gpu, free, str(error)) from None
+
+    def _allocate(self, plan: GpuPlan, limits: Limits, kv_cache_tokens: int | None, fraction: float, graphs: int,
+                  too_little: Callable[[str], WorkFailed]) -> None:
+        """All memory of the GPU, cleared; graphs: bytes to leave for them."""
+        context, kv, tables = self._context, plan.kv, len(plan.kv.windows)
+        self._weights_address = context.allocate(self.weights_bytes)
+        self._arena_address = context.allocate(self.arena_bytes)
+        self._workspace_address = context.allocate(self.workspace_bytes)
+        self._step_address = context.allocate(self._layout.num_bytes)
+        if kv_cache_tokens is not None or not kv.block_bytes:  # a model without attention has blocks of nothing
+            tokens = kv_cache_tokens or limits.max_batch_size * limits.max_seq_len
+            self.num_blocks = -(-tokens // kv.block_size) * tables
+        else:
+            room = int(fraction * (context.free_bytes() - graphs))
+            self.num_blocks = room // kv.block_bytes // tables * tables
+        if self.num_blocks < 1:
+            raise too_little(f"no block of the KV cache fits {fraction:.0%} of what is left")
+        self.kv_bytes = self.num_blocks * kv.block_bytes
+        self._kv_address = context.allocate(self.kv_bytes)
         # Kernels may read what they do not use: the cells of a block behind a sequence's last token, for one.
-        for address, size in ((arena, self.arena_bytes), (workspace, self.workspace_bytes),
-                              (self._step_address, layout.num_bytes), (self._kv_address, self.kv_bytes)):
+        for address, size in ((self._arena_address, self.arena_bytes), (self._workspace_address, self.workspace_bytes),
+                              (self._step_address, self._layout.num_bytes), (self._kv_address, self.kv_bytes)):
             context.clear(address, size)
-        self.num_host_blocks = blocks(host_kv_tokens)
-        self._host_kv = context.pinned(self.num_host_blocks * kv.block_bytes, f"{host_kv_tokens} tokens of KV")
-        first, second = (StepInputs(limits, plan.vocab_size, kv.block_size, tables, context.pinned(
-            layout.num_bytes, "the arrays of a step")) for _ in range(2))
-        self.inputs = (first, second)
-        self._host_addresses = [int(inputs.memory.ctypes.data) for inputs in self.inputs]
-        upload(context, self._pieces(blobs, offsets, weights), progress)
 
-        places = Places(arena, workspace, {name: weights + offsets[weight.blobs[0]]
-                                           for name, weight in plan.weights.items()},
-                        self._kv_address, {name: self._step_address + place.offset
-                                           for name, place in layout.places.items()})
-        self._buckets = plan.bind(places)
-        self._bucket_tokens = [bucket.tokens for bucket in self._buckets]
-        self._graphs = [StepGraph(context, self._kernels, bucket.launches) for bucket in self._buckets]
-        context.synchronize()
+    def _places(self, plan: GpuPlan, offsets: dict[str, int]) -> Places:
+        weights = {name: self._weights_address + offsets[weight.blobs[0]] for name, weight in plan.weights.items()}
+        inputs = {name: self._step_address + place.offset for name, place in self._layout.places.items()}
+        return Places(self._arena_address, self._workspace_address, weights, self._kv_address, inputs)
 
-    def _pieces(self, blobs: dict[str, int], offsets: dict[str, int], base: int) -> Iterator[tuple[int, Bytes]]:
+    def _pieces(self, blobs: dict[str, int], offsets: dict[str, int]) -> Iterator[tuple[int, Bytes]]:
+        """The weights and where they go."""
         for blob, size in blobs.items():
             data = self._engine.map(weight_name(blob))
             if data.size != size:
                 raise EngineFormatError(f"plan.weights: {weight_name(blob)} has {data.size} bytes, expected {size}")
-            yield base + offsets[blob], data
+            yield self._weights_address + offsets[blob], data
 
     def launch(self, inputs: StepInputs) -> None:
         index = self._prepare(inputs)

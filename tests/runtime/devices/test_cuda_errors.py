@@ -73,6 +73,9 @@ def test_memory_runs_out_at_any_allocation(fake_driver: Fake, gpu_engine: Path) 
         for part in ("weights", "arena", "workspace", "KV cache of 256 tokens", "together", "free on the GPU now",
                      "KV of one sequence of full length", "--kv-cache-tokens", "CUDA_ERROR_OUT_OF_MEMORY"):
             assert part in told
+    for function in ("cuGraphInstantiate", "cuGraphUpload", "cuGraphAddKernelNode"):
+        refused(fake_driver, gpu_engine, WorkFailed, f"not enough memory on cuda:0 .*{function} failed",
+                change=lambda fake, function=function: fake.fail(function, 1))  # type: ignore[misc]
     for number in (1, 2, 3):
         refused(fake_driver, gpu_engine, WorkFailed, "no pinned memory for",
                 change=lambda fake, number=number: fake.fail("cuMemHostAlloc", number))  # type: ignore[misc]
@@ -180,6 +183,14 @@ def test_descriptors_that_the_hardware_does_not_have(fake_driver: Fake, tmp_path
         plan["kernels"][symbol]["tensor_maps"][0] |= change
 
     refused(fake_driver, edited(tmp_path, edit), EngineFormatError, match)
+
+
+def test_one_blob_of_two_sizes(fake_driver: Fake, tmp_path: Path) -> None:
+    """The second weight would reach behind the first one's data."""
+    def alias(plan: dict[str, Any]) -> None:
+        plan["weights"]["other"] = plan["weights"]["matrix"] | {"size": 1 << 20}
+
+    refused(fake_driver, edited(tmp_path, alias), EngineFormatError, "plan.weights.other: size 1048576")
 
 
 def test_code_that_is_none(fake_driver: Fake, tmp_path: Path) -> None:
