@@ -21,8 +21,8 @@ def emit_rope_kv_write(low: GpuLowering, node: Node) -> None:
     q_out = node.outputs[0]
     users = low.users(q_out)
     if low.few and len(users) == 1 and users[0].op == "attention":
-        problem = _attention_problem(low, users[0], node)
-        if low.candidates(problem, attention_tactics.candidates).legal:
+        whole = _attention_problem(low, users[0], node)
+        if low.candidates(whole, attention_tactics.candidates).legal:
             low.absorbed[q_out] = node
             for value in node.values:
                 if value not in low.graph.constants:
@@ -75,7 +75,8 @@ def _attention_problem(low: GpuLowering, node: Node, rope: Node | None) -> atten
     q = rope.values[0] if rope else node.values[0]
     turn = None
     if rope is not None:
-        turn = attention_tactics.Rope(*map(low.token_stride, rope.values[:3]), rotary=low.width(rope.values[3]),
+        q_stride, k_stride, v_stride = map(low.token_stride, rope.values[:3])
+        turn = attention_tactics.Rope(q_stride, k_stride, v_stride, rotary=low.width(rope.values[3]),
                                       interleaved=rope.attrs.get("interleaved", False),
                                       norm_eps=rope.attrs["eps"] if len(rope.values) > 5 else None)
     heads = int(low.type(q).shape[1])
@@ -95,9 +96,9 @@ def _attention_problem(low: GpuLowering, node: Node, rope: Node | None) -> atten
 def _rope_problem(low: GpuLowering, node: Node) -> rope_tactics.Problem:
     q, k, v, cos, *rest = node.values
     slot = low.kv_slot(node.attrs["slot"])
+    q_stride, k_stride, v_stride = map(low.token_stride, (q, k, v))
     return rope_tactics.Problem(
-        low.tokens, int(low.type(q).shape[1]), slot.heads, slot.key_dim, slot.value_dim, *map(low.token_stride,
-                                                                                              (q, k, v)),
+        low.tokens, int(low.type(q).shape[1]), slot.heads, slot.key_dim, slot.value_dim, q_stride, k_stride, v_stride,
         low.width(cos), low.floats, _KV_TYPES[slot.dtype], low.kv.block_size, low.kv.block_bytes, _max_blocks(low),
         interleaved=node.attrs.get("interleaved", False), norm_eps=node.attrs["eps"] if len(rest) > 1 else None)
 

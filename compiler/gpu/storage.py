@@ -57,9 +57,9 @@ def _needed_exactly(graph: Graph) -> set[str]:
         if value in found:
             continue
         found.add(value)
-        node = producers.get(value)
-        if node is not None and not _rounds(node):
-            stack += node.values
+        made_by = producers.get(value)
+        if made_by is not None and not _rounds(made_by):
+            stack += made_by.values
     return found
 
 

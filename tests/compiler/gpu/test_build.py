@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,17 +17,20 @@ from ingot.runtime.devices.gpu_plan import GpuPlan
 from ingot.runtime.engine_file import EngineFile
 from ingot.runtime.program import Limits
 
-LIMITS = {"max_batch_size": 2, "max_num_tokens": 16, "max_seq_len": 64}
-
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> BuildCache:
     return BuildCache(tmp_path_factory.mktemp("cache"), 10**9)
 
 
+def request(checkpoint: Path, output: Path, target: str = "h200", precision: str = "fp8") -> BuildRequest:
+    return BuildRequest(str(checkpoint), target, precision, output, calibrate=False, max_batch_size=2,
+                        max_num_tokens=16, max_seq_len=64)
+
+
 def built(checkpoint: Path, output: Path, cache: BuildCache | None, target: str = "h200", precision: str = "fp8",
           ) -> BuildResult:
-    return build(BuildRequest(str(checkpoint), target, precision, output, calibrate=False, **LIMITS), cache=cache)
+    return build(request(checkpoint, output, target, precision), cache=cache)
 
 
 @pytest.mark.usefixtures("uncompiled")
@@ -64,8 +68,7 @@ def test_a_refit_is_what_a_build_gives(tiny_checkpoint: Path, tmp_path: Path, ca
 
 @pytest.mark.usefixtures("uncompiled")
 def test_a_dry_run_writes_nothing(tiny_checkpoint: Path, tmp_path: Path, cache: BuildCache) -> None:
-    result = build(BuildRequest(str(tiny_checkpoint), "h200", "bf16", tmp_path / "x.engine", dry_run=True, **LIMITS),
-                   cache=cache)
+    result = build(replace(request(tiny_checkpoint, tmp_path / "x.engine"), dry_run=True), cache=cache)
     assert result.path is None and list(tmp_path.iterdir()) == []
     assert result.manifest["memory"]["kv_tokens"] > 0 and result.manifest["kernels"]
 
