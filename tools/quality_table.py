@@ -67,7 +67,8 @@ class Row:
 ROWS = (
     Row("fp32, CPU", "cpu", "fp32"), Row("bf16, CPU", "cpu", "bf16"), Row("int8, CPU", "cpu", "int8"),
     Row("w4a8 to nearest, CPU", "cpu", "w4a8", "rtn"), Row("w4a8 best, CPU", "cpu", "w4a8"),
-    Row("bf16, GPU", "h200", "bf16"), Row("fp8, GPU", "h200", "fp8"),
+    Row("bf16, GPU", "h200", "bf16"),
+    Row("fp8 to nearest, GPU", "h200", "fp8", "rtn"), Row("fp8 GPTQ, GPU", "h200", "fp8"),
     *(Row(f"int8 {name}, GPU", "h200", "int8", method) for method, name in (
         ("rtn", "to nearest"), ("best", "SmoothQuant"))),
     *(Row(f"{precision} {name}, GPU", target, precision, method)

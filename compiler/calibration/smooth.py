@@ -61,7 +61,7 @@ class _Matrix:
         return effective_input(x, SCHEMES[scheme]).astype(np.float32) if self._on_cpu else GPU_SCHEMES[scheme].inputs(x)
 
     def grid(self, w: np.ndarray) -> GridFormat | None:
-        if not self.packed.group:
+        if not self.packed.group or (not self._on_cpu and GPU_SCHEMES[self.packed.packing.scheme].weights.bits != 4):
             return None
         if self._on_cpu:
             return MinimumGrid()
@@ -84,17 +84,19 @@ def choose(weights: Sequence[PackedWeight], scale: WeightExpr | None, source: Te
 
     source: without scales.
     """
+    compensates = any(weight.group for weight in weights)
+    if scale is None and method != "awq":
+        return Choice("gptq" if compensates else "rtn")
     matrices = [_Matrix(_some_rows(weight, source, _ROWS), weight) for weight in weights]
-    chosen, plain = None, _error(matrices, statistics, None)
-    least = plain
+    chosen, least = None, _error(matrices, statistics, None)
     if scale is not None and method in ("awq", "best"):
         for candidate in _candidates(matrices, statistics, scale):
             error = _error(matrices, statistics, spread(candidate, scale, statistics.width))
             if error < _GAIN * least:
                 chosen, least = candidate, error
-    compensates = any(weight.group for weight in weights)
     if method == "awq" or not compensates:
-        return Choice("awq" if compensates or chosen is not None else "rtn", chosen)
+        fits_grids = any(matrix.grid(matrix.w) is not None for matrix in matrices)
+        return Choice("awq" if fits_grids or chosen is not None else "rtn", chosen)
     if method == "gptq":
         return Choice("gptq")
     options = {"gptq": _error(matrices, statistics, None, True)}

@@ -65,7 +65,7 @@ def default_jobs(requests: Sequence[BuildRequest]) -> int:
 
 
 def _memory_bytes(request: BuildRequest) -> int:
-    calibrates = not request.dry_run and request.calibrate and request.precision in ("w4a8", "int4", "nvfp4", "auto")
+    calibrates = not request.dry_run and request.calibrate and request.precision not in ("fp32", "bf16", "fp16")
     return BUILD_BYTES + (CALIBRATION_BYTES if calibrates else 0)
 
 

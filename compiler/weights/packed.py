@@ -39,6 +39,8 @@ class Packing:
 
 RAW = Packing()
 
+_FP8_CHANNELS = 32
+
 Moments = Callable[[int], Sequence[np.ndarray] | None]
 """Number of an expert, 0 for a plain matrix -> second moments of its inputs, f32 [k, k] for each block of channels, or
 None where they are not known; see calibration/statistics.py."""
@@ -80,12 +82,12 @@ class PackedWeight:
 
     @property
     def group(self) -> int:
-        """Channels that share a grid of sixteen values, where the scheme has such; else 0."""
+        """Channels that are rounded together for the inputs they meet, where the scheme's weights can be; else 0."""
         if self.packing == RAW:
             return 0
         if self.packing.layout == ROWS:
             form = GPU_SCHEMES[self.packing.scheme].weights
-            return form.channels_per_scale if form.bits == 4 else 0
+            return _FP8_CHANNELS if form.name == "fp8" else form.channels_per_scale if form.bits == 4 else 0
         return BLOCK if SCHEMES[self.packing.scheme].weight_bits == 4 else 0
 
     def make(self, source: TensorSource, moments: Moments | None = None) -> np.ndarray:

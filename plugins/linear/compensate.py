@@ -16,7 +16,7 @@ reached, for the least error in that measure.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -176,3 +176,33 @@ def _compensated(w: np.ndarray, grid: GridFormat, inputs: Feedback) -> tuple[np.
                     error[begin + first:begin + last]
     arrays = tuple(np.stack([grids[place][i] for place in range(len(grids))], axis=1) for i in range(len(grids[0])))
     return codes.T, arrays
+
+
+def compensated_rows(w: np.ndarray, nearest: Callable[[np.ndarray], np.ndarray], inputs: Feedback) -> np.ndarray:
+    """Values float32 [N, K] for formats with one scale a row, known before: rows that gain are rounded in order, each
+    column making up for those before it, the others to nearest.
+
+    nearest: float32 [.., N] -> the nearest value of each row's format.
+    """
+    plain = nearest(w.T).T
+    padded = np.pad(w, ((0, 0), (0, inputs.width - w.shape[1])))
+    found = np.zeros((inputs.width, len(w)), np.float32)
+    for block in inputs.blocks:
+        columns = np.ascontiguousarray(padded.T[block.begin + block.order])
+        error = np.zeros_like(columns)
+        for begin in range(0, len(columns), _COLUMNS_AT_ONCE):
+            end = min(begin + _COLUMNS_AT_ONCE, len(columns))
+            wanted = columns[begin:end]
+            if block.matrix.size:
+                wanted = wanted + block.matrix[:begin, begin:end].T @ error[:begin]
+            for at in range(begin, end):
+                value = nearest(wanted[at - begin])
+                found[block.begin + block.order[at]] = value
+                error[at] = columns[at] - value
+                if block.matrix.size:
+                    wanted[at - begin + 1:] += block.matrix[at, at + 1:end, None] * error[at]
+    fitted = found.T[:, :w.shape[1]]
+
+    def size(values: np.ndarray) -> np.ndarray:
+        return output_error(np.pad(w - values, ((0, 0), (0, inputs.width - w.shape[1]))), inputs)
+    return np.where((size(fitted) < size(plain))[:, None], fitted, plain)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..gpu.floats import E2M1_MAX, E4M3_MAX, from_bf16, from_e2m1, from_e4m3, to_bf16, to_e2m1, to_e4m3
-from .compensate import Feedback, round_compensated, round_plain
+from .compensate import Feedback, compensated_rows, round_compensated, round_plain
 from .grids import E2M1Grid, ZeroGrid
 
 GROUP = 128
@@ -95,7 +95,7 @@ class Packed:
 
 def pack(w: np.ndarray, format: Format, *, zero_points: bool = False, factor: float | None = None,
          inputs: Feedback | None = None) -> Packed:
-    """Round w float32 [N, K] to nearest, or, four bits, for the least error with these inputs.
+    """Round w float32 [N, K] to nearest, or, fp8 and four bits, for the least error with these inputs.
 
     The values of rows are independent, in fp8_block of each 128 of them, but for nvfp4's factor: give it when w is a
     part of the matrix. zero_points: int4 with a zero point a group, for the span of its weights.
@@ -109,7 +109,10 @@ def pack(w: np.ndarray, format: Format, *, zero_points: bool = False, factor: fl
         return Packed(format, k, w.astype(np.float16))
     if format.name == "fp8":
         scale = _scale(np.abs(w).max(axis=1), E4M3_MAX)
-        return Packed(format, k, to_e4m3(w / _divisor(scale)[:, None]), scale)
+        divisor = _divisor(scale)
+        if inputs is not None:
+            w = compensated_rows(w, lambda x: from_e4m3(to_e4m3(x / divisor)) * divisor, inputs)
+        return Packed(format, k, to_e4m3(w / divisor[:, None]), scale)
     if format.name == "fp8_block":
         scale = _scale(_blocks_of(np.abs(w)).max(axis=(1, 3)), E4M3_MAX)
         return Packed(format, k, to_e4m3(w / spread(_divisor(scale), w.shape)), scale)

@@ -13,6 +13,9 @@ from ingot.plugins.linear.compensate import (
     round_compensated,
     round_plain,
 )
+from ingot.plugins.linear.gpu_formats import FORMATS
+from ingot.plugins.linear.gpu_formats import pack as pack_gpu
+from ingot.plugins.linear.gpu_formats import unpack as unpack_gpu
 from ingot.plugins.linear.grids import E2M1Grid, GridFormat, MinimumGrid, ZeroGrid
 from ingot.plugins.linear.pack import dequantize, pack, unpack
 from ingot.plugins.scheme import SCHEMES
@@ -162,3 +165,13 @@ def test_grids_are_chosen_for_what_matters(grid: GridFormat) -> None:
                      for found in (round_plain(w, grid), round_compensated(w, grid, inputs)))
     assert (output_error(fitted, inputs) <= output_error(plain, inputs) * 1.0001).all()
     assert output_error(fitted, inputs).sum() < 0.6 * output_error(plain, inputs).sum()
+
+
+def test_fp8_by_rows_gains_and_no_row_loses() -> None:
+    w, moment = weights(24, 200), correlated(200)
+    inputs = feedback([moment], 32)
+    plain, fitted = (unpack_gpu(pack_gpu(w, FORMATS["fp8"], inputs=given)) - w for given in (None, inputs))
+    before, after = (output_error(np.pad(error, ((0, 0), (0, 24))), inputs) for error in (plain, fitted))
+    assert (after <= before * 1.0001).all() and after.sum() < 0.4 * before.sum()
+    again = pack_gpu(w, FORMATS["fp8"], inputs=inputs)
+    np.testing.assert_array_equal(unpack_gpu(again) - w, fitted)
