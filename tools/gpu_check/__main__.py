@@ -41,6 +41,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda:0", help="cuda:NUMBER")
     parser.add_argument("--target", help="the target that the GPU is; by default it is found by the GPU's name")
     parser.add_argument("--pack", type=Path, help="code and engines that were made elsewhere")
+    parser.add_argument("--model", help="a checkpoint that `engines` tries too; a pack must have been made with it")
     parser.add_argument("-o", "--output", type=Path, help="of pack")
     parser.add_argument("--results", type=Path, default=Path("gpu_check.json"), metavar="FILE",
                         help="what was found, section by section; results of other sections in it are kept")
@@ -69,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
                 return 2
             from .code import find_target
 
-            make_pack(arguments.output, find_target(arguments.target), arguments.only, _say)
+            make_pack(arguments.output, find_target(arguments.target), arguments.only, _say, arguments.model)
             return 0
         if arguments.dry:
             print("\n".join(dry(arguments.only, arguments.target or "h200")))

@@ -20,6 +20,11 @@ from .code import CodeSource
 from .emulate import NUM_NEW, TOKENS
 
 _SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64}
+_MODEL_LIMITS = ("--max-batch-size", "16", "--max-num-tokens", "512", "--max-seq-len", "1024")
+TEXTS = ("The sea is never still. Even on a calm day the water rises and falls,",
+         "A compiler reads a program and writes another one that does the same. First it")
+"""Prompts of real models."""
+NUM_NEW_OF_MODELS = 24
 _LIMITS = ("--max-batch-size", "16", "--max-num-tokens", "32", "--max-seq-len", "128")
 _EMULATOR_BOUND, _QUANTIZED_BOUND, _BF16_BOUND = 2e-2, 8e-2, 3e-2
 """Relative error of the logits: against the emulator, where sums differ in their order, so that a value may be rounded
@@ -69,6 +74,56 @@ def make(folder: Path, target: Target, chosen: list[tuple[str, str]],
             continue
         for file in (path, path.with_suffix(".npz")):
             yield file, f"engines/{file.name}"
+
+
+def make_model(folder: Path, target: Target, model: str) -> Iterator[tuple[Path, str]]:
+    """Engines of a real checkpoint, without its weights: in bf16, and in the first of the quantized precisions."""
+    for precision in model_precisions(target):
+        path = folder / f"model.{precision}.engine"
+        _run("-m", "ingot.runtime.cli", "build", model, "--target", target.name, "--precision", precision,
+             "--strip-weights", "-o", str(path), *_MODEL_LIMITS)
+        yield path, f"engines/{path.name}"
+
+
+def model_precisions(target: Target) -> list[str]:
+    wanted: tuple[str, ...] = ("bf16", "fp8", "int8")
+    return [name for name in wanted if name in target.precisions][:2]
+
+
+def check_model(source: CodeSource, folder: Path, model: str, device: str,
+                progress: Callable[[str], None] = lambda text: None) -> list[EngineResult]:
+    """The engines of a real checkpoint, whose weights are put in here, against transformers."""
+    found = []
+    for precision in model_precisions(source.target):
+        progress(f"{model}, {precision}")
+        found.append(_check_model(source, folder, model, precision, device))
+    return found
+
+
+def _check_model(source: CodeSource, folder: Path, model: str, precision: str, device: str) -> EngineResult:
+    from ingot.compiler.compare import compare
+    from ingot.compiler.reference_model import ReferenceModel
+    from ingot.compiler.refit import RefitRequest, refit
+    from ingot.runtime.engine import Engine
+
+    name, nan = Path(model).name, float("nan")
+    stripped = source.member(f"engines/model.{precision}.engine", folder)
+    if stripped is None:
+        return EngineResult(name, precision, nan, nan, nan, 0, 0, "not in the pack: make one with --model")
+    whole = folder / f"whole.model.{precision}.engine"
+    try:
+        refit(RefitRequest(stripped, model, whole, force=True))
+        with Engine.load(whole, device=device) as engine:
+            prompts = [engine.encode(text) for text in TEXTS]
+            against = compare(engine, ReferenceModel(model), prompts, NUM_NEW_OF_MODELS)
+    except IngotError as failure:
+        return EngineResult(name, precision, nan, nan, nan, 0, 0, " ".join(str(failure).split())[:300])
+    finally:
+        whole.unlink(missing_ok=True)
+    bound = _BF16_BOUND if precision == "bf16" else float("inf")
+    problem = "" if against.logits.relative <= bound else f"logits are {against.logits.relative:.2g} off transformers'"
+    return EngineResult(name, precision, nan, against.logits.relative, against.top1_agreement,
+                        len(against.greedy.differences), against.greedy.num_tokens, problem)
 
 
 def _run(*arguments: str) -> None:

@@ -20,8 +20,11 @@ from .rates import rate_kernels
 Progress = Callable[[str], None]
 
 
-def make_pack(path: Path, target: Target, sections: tuple[str, ...], progress: Progress) -> int:
-    """Writes the pack and returns its size. Raises RequestError if it is larger than it may be."""
+def make_pack(path: Path, target: Target, sections: tuple[str, ...], progress: Progress,
+              model: str | None = None) -> int:
+    """Writes the pack and returns its size. model: a checkpoint whose engines are wanted too.
+
+    Raises RequestError if it is larger than it may be, WorkFailed if the model cannot be built."""
     compiler, writer = Compiler(target), PackWriter(path, target)
     kernels: list[GpuKernel] = []
     if "kernels" in sections:
@@ -36,6 +39,10 @@ def make_pack(path: Path, target: Target, sections: tuple[str, ...], progress: P
         if "engines" in sections:
             for file, member in engines.make(folder, target, engines.combinations(target), progress):
                 writer.add_folder(file, member)
+            if model is not None:
+                progress(f"build {model}")
+                for file, member in engines.make_model(folder, target, model):
+                    writer.add_folder(file, member)
         if "throughput" in sections:
             for precision in throughput.precisions(target):
                 progress(f"build the large engine, {precision}")

@@ -42,7 +42,8 @@ def run(arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         folder = arguments.folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ingot-gpu-check-")))
         context = CudaContext(driver, gpu)
         stack.callback(context.close)
-        sections = Sections(source, target, gpu, DeviceRunner(context, source), folder, progress)
+        sections = Sections(source, target, gpu, DeviceRunner(context, source), folder, progress,
+                            arguments.model)
         for section in arguments.only:
             begin = time.perf_counter()
             results[section] = getattr(sections, section)()
@@ -55,10 +56,11 @@ class Sections:
     """One method a section; what it returns goes into a JSON file."""
 
     def __init__(self, source: CodeSource, target: Target, gpu: GpuInfo, runner: DeviceRunner, folder: Path,
-                 progress: Progress) -> None:
+                 progress: Progress, model: str | None = None) -> None:
+        """model: a real checkpoint, for `engines`."""
         assert target.gpu is not None
         self.source, self.target, self.gpu, self.runner = source, target, gpu, runner
-        self.folder, self.progress, self.figures = folder, progress, target.gpu
+        self.folder, self.progress, self.figures, self.model = folder, progress, target.gpu, model
 
     def kernels(self) -> dict[str, Any]:
         outcomes = check_kernels(list_cases(), self.runner, self.gpu.arch, self.progress)
@@ -75,8 +77,12 @@ class Sections:
                 measure_rates(rate_cases(self.target), self.runner, self.figures, self.progress)]
 
     def engines(self) -> list[dict[str, Any]]:
-        return [asdict(result) for result in engines.check_engines(
-            self.source, self.folder, engines.combinations(self.target), f"cuda:{self.gpu.ordinal}", self.progress)]
+        device = f"cuda:{self.gpu.ordinal}"
+        found = engines.check_engines(self.source, self.folder, engines.combinations(self.target), device,
+                                      self.progress)
+        if self.model is not None:
+            found += engines.check_model(self.source, self.folder, self.model, device, self.progress)
+        return [asdict(result) for result in found]
 
     def throughput(self) -> list[dict[str, Any]]:
         import torch
@@ -143,7 +149,7 @@ def _source(arguments: argparse.Namespace, target: Target, progress: Progress) -
     """The pack that was given, or one made here."""
     if arguments.pack is None:
         path = default_pack(target)
-        make_pack(path, target, arguments.only, progress)
+        make_pack(path, target, arguments.only, progress, arguments.model)
         return Pack(path)
     pack = Pack(arguments.pack)
     if pack.target.isa != target.isa:
