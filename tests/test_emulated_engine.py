@@ -24,7 +24,7 @@ from tools.bench.replicas import serve
 from tools.emulate import Reference, relative
 from tools.small_models import save_random, small_config
 
-LIMITS = {"max_batch_size": 4, "max_num_tokens": 16, "max_seq_len": 64}
+LIMITS: dict[str, Any] = {"max_batch_size": 4, "max_num_tokens": 16, "max_seq_len": 64}
 RANDOM = [int(token) for token in np.random.default_rng(5).integers(0, 256, 60)]
 PREFIX = RANDOM[:18]
 PROMPTS = [PREFIX, RANDOM[20:36], [*PREFIX[:17], 3, 4, 5], RANDOM[40:55]]

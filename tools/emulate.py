@@ -48,8 +48,8 @@ FAMILIES = {"llama": "llama", "qwen3": "qwen3", "gemma3": "gemma3_text", "mixtra
 """Name -> model_type of transformers."""
 
 SMOLLM2 = "smollm2-4"
-LIMITS = {"max_batch_size": 4, "max_num_tokens": 32, "max_seq_len": 128}
-_SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_attention_heads": 4,
+LIMITS: dict[str, Any] = {"max_batch_size": 4, "max_num_tokens": 32, "max_seq_len": 128}
+_SIZES: dict[str, int] = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_attention_heads": 4,
           "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 256, "sliding_window": 32}
 
 QUANTIZES_INPUTS = ("fp8", "int8", "w4a8", "nvfp4")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from types import FunctionType
+from typing import Any
 
 _installed = False
 
@@ -33,7 +34,7 @@ def install(check_overflow: bool) -> None:
 
 def _share_types(tl) -> None:
     """Blocks of equal shape and element type have one description; so have the shapes of tensors of one type."""
-    known = {}
+    known: dict[Any, Any] = {}
     make = tl.core.block_type.__init__
 
     def init_type(self, element_ty, shape) -> None:
@@ -62,7 +63,7 @@ def _share_types(tl) -> None:
 
 
 def _share_dtypes(tl, interpreter) -> None:
-    known = {}
+    known: dict[str, Any] = {}
     look_up = interpreter._get_np_dtype
 
     def numpy_type(kind):

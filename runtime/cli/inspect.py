@@ -88,7 +88,7 @@ def _obstacle(engine: EngineFile) -> str | None:
             from ..devices.cuda import check_target
             from ..devices.cuda_driver import find_gpu, load_driver
 
-            check_target(engine, find_gpu(load_driver()))
+            check_target(engine, find_gpu(load_driver(), 0))
     except EngineMismatch as error:
         return str(error)
     except IngotError as error:

@@ -171,7 +171,8 @@ class EmulatorProgram:
     def _prepare(self, launch: BoundLaunch) -> Prepared:
         kernel = launch.kernel
         gpu = importlib.import_module("ingot.plugins.gpu.kernel")
-        parameters, arguments = [], {}
+        parameters: list[tuple[str, Any]] = []
+        arguments: dict[str, int | float] = {}
         for (name, kind), argument in zip(kernel.parameters, launch.arguments, strict=True):
             if isinstance(kind, TensorMapType):
                 assert isinstance(argument, BoundTensorMap)

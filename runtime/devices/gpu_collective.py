@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -61,7 +62,8 @@ def _number(argument: Argument) -> int:
 def _array(address: int, count: int, element: str) -> np.ndarray:
     kind = {"i32": np.int32, "fp32": np.float32, "fp16": np.float16, "bf16": np.uint16}[element]
     size = count * np.dtype(kind).itemsize
-    return np.frombuffer((ctypes.c_char * size).from_address(address), kind)
+    memory: Any = (ctypes.c_char * size).from_address(address)
+    return np.frombuffer(memory, kind)
 
 
 def _wide(values: np.ndarray, element: str) -> np.ndarray:
