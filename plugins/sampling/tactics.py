@@ -9,6 +9,9 @@ from ..gpu.kernel import Candidate, Candidates, Cost, GpuKernel, GpuLaunch, argu
 SCRATCH = {"modified": 4, "listed": 4, "keys": 4, "weights": 8}
 """Scratch parameter -> bytes of an element; each holds a row of the vocabulary for every row of logits."""
 
+_LEAST = 2048
+"""Elements of a block's tile: with fewer the compiler keeps a value or two in local memory."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -24,7 +27,7 @@ class Problem:
 
 def candidates(problem: Problem, device: Device) -> Candidates:
     p = problem
-    block = min(4096, max(64, 1 << (p.vocab - 1).bit_length()))
+    block = min(4096, max(_LEAST, 1 << (p.vocab - 1).bit_length()))
     integers = ("counts", "rows", "history_ids", "history_counts", "bias_ids", "masks", "positions", "logit_rows",
                 "tokens", "ranks", "top_ids", "listed", "keys")
     floats = ("logits", "bias_values", "logprobs", "top_logprobs", "modified")
