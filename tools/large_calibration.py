@@ -26,7 +26,7 @@ def byte_tokenizer() -> dict[str, bytes]:
     tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    ids = {"bos_token_id": None, "eos_token_ids": [], "special_tokens": {}}
+    ids: dict[str, object] = {"bos_token_id": None, "eos_token_ids": [], "special_tokens": {}}
     return {"tokenizer.json": tokenizer.to_str().encode(), "config.json": json.dumps(ids).encode()}
 
 

@@ -132,8 +132,7 @@ class Model:
         sums = QualitySums()
         for number, (ids, path) in enumerate(zip(self.windows(), self.expected(), strict=True)):
             self.progress.show(f"{label}: window {number} of {len(self.expected())}")
-            wanted = np.load(path, mmap_mode="r")
-            sums.add(score, lambda _, wanted=wanted: [wanted], ids, max(len(self.prefix), 1))
+            sums.add(score, _stored(path), ids, max(len(self.prefix), 1))
         perplexity, own = math.exp(sums.nll / sums.count), math.exp(sums.reference_nll / sums.count)
         return Measured(label, perplexity, perplexity / own - 1, sums.agreeing / sums.count, sums.kl / sums.count,
                         num_bytes)
@@ -145,7 +144,7 @@ class Model:
 
     def _repeated(self, ids: Sequence[int]) -> Iterable[np.ndarray]:
         number = next(i for i, window in enumerate(self.windows()) if window == list(ids))
-        return [np.load(self.expected()[number], mmap_mode="r")]
+        return _stored(self.expected()[number])(ids)
 
     def row(self, row: Row) -> Measured:
         return self._graph(row) if row.is_graph else self._engine(row)
@@ -177,6 +176,11 @@ class Model:
                                          self.facts.tokenizer, default_text(), self.cache,
                                          lambda detail: self.progress.show(f"calibration: {detail}"))
         return self._inputs
+
+
+def _stored(path: Path) -> Scorer:
+    """The logits of one window, from a file."""
+    return lambda ids: [np.load(path, mmap_mode="r")]
 
 
 def llama_rows(binary: Path, files: Sequence[Path], text: Path, num_tokens: int) -> list[tuple[str, str, str]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -115,7 +116,7 @@ class StreamedModel:
                     undo.append(handle.remove)
                 else:
                     module._parameters[name] = _parameter(evaluate(recipe, self.checkpoint))
-                undo.append(lambda module=module, name=name, value=value: module._parameters.__setitem__(name, value))
+                undo.append(partial(module._parameters.__setitem__, name, value))
 
     def _load_buffers(self) -> None:
         with torch.no_grad():
@@ -133,7 +134,7 @@ def _layers(base: torch.nn.Module) -> list[Any]:
     """The elements of module lists that lie in no other list's element."""
     lists = [name for name, module in base.named_modules() if isinstance(module, torch.nn.ModuleList)]
     outer = [name for name in lists if not any(name.startswith(other + ".") for other in lists)]
-    return [module for name in outer for module in base.get_submodule(name)]  # type: ignore[union-attr]
+    return [module for name in outer for module in base.get_submodule(name)]
 
 
 def _part(number: int, count: int) -> Callable[[Any], Any]:
