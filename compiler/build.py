@@ -13,7 +13,7 @@ from ingot.runtime.manifest import canonical_json
 from ingot.runtime.store.store import Store
 
 from .auto.auto import build_auto
-from .cache.build_cache import BuildCache
+from .cache.build_cache import BuildCache, Uses
 from .checkpoint.checkpoint import Checkpoint
 from .checkpoint.quantized import quantization_report, stored_schemes, stored_weights
 from .clock import Clock, Progress
@@ -278,8 +278,16 @@ def _program(graph: Graph, target: Target, precision: Precision, limits: dict[st
     if target.gpu is None:
         return generate_for_cpu(graph, target.isa, limits, BLOCK_SIZE, tuning)
     if cache is not None:
-        return generate_for_gpu(graph, target.gpu, precision.floats, limits, BLOCK_SIZE, compiling,
-                                cache.folder / "kernels")
+        compiled: list[str] = []
+
+        def told(symbol: str) -> None:
+            compiled.append(symbol)
+            compiling(symbol)
+
+        program = generate_for_gpu(graph, target.gpu, precision.floats, limits, BLOCK_SIZE, told,
+                                   cache.folder / "kernels")
+        cache.uses["kernels"] = Uses(max(0, len(program.kernels) - len(compiled)), len(compiled))
+        return program
     with tempfile.TemporaryDirectory(prefix="ingot-kernels-") as folder:
         return generate_for_gpu(graph, target.gpu, precision.floats, limits, BLOCK_SIZE, compiling, Path(folder))
 
