@@ -11,11 +11,11 @@ stream, for the step before.
 
 from __future__ import annotations
 
-import time
 import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import pairwise
+from time import perf_counter, sleep
 
 import numpy as np
 
@@ -191,7 +191,7 @@ class CudaProgram:
             context.to_host(host + layout.input_bytes, self._step_address + layout.input_bytes,
                             layout.num_bytes - layout.input_bytes)
         context.record(self._done)
-        self._launched_at = time.perf_counter()
+        self._launched_at = perf_counter()
         self._in_flight, self._last = (inputs, index), (bucket, inputs.num_logits)
 
     def wait(self) -> StepOutputs:
@@ -202,12 +202,12 @@ class CudaProgram:
         # Most of a long step is slept through; the driver then spins, without Python's lock, until the end.
         pending = self._is_pending()
         if pending:
-            left = self._launched_at + 0.9 * self._expected_s[index] - _SHORT_S - time.perf_counter()
+            left = self._launched_at + 0.9 * self._expected_s[index] - _SHORT_S - perf_counter()
             if left > 0:
-                time.sleep(left)
+                sleep(left)
                 pending = self._is_pending()
         driver.call("cuEventSynchronize", self._done)
-        took = time.perf_counter() - self._launched_at
+        took = perf_counter() - self._launched_at
         # How long it took is known only if it ended while it was watched; else it was shorter.
         self._expected_s[index] = took if pending else min(took, self._expected_s[index])
         return inputs.sampling.outputs

@@ -12,6 +12,7 @@ pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not install
 from ingot.runtime.devices.cuda_driver import Driver
 from ingot.runtime.devices.gpu_kernels import read_kernels
 from ingot.runtime.engine_file import EngineFile
+from tests.runtime.devices.conftest import no_sleep
 from tests.runtime.devices.fake_cuda import FakeCuda
 from tests.runtime.mock_engine import VOCAB_SIZE, tokenizer_json
 from tools.gpu_check import engines, throughput
@@ -35,6 +36,7 @@ def fake_for(*paths: Path) -> FakeCuda:
 
 
 def use(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    no_sleep(monkeypatch)
     for module in ("cuda", "cuda_driver"):
         monkeypatch.setattr(f"ingot.runtime.devices.{module}.load_driver", lambda: Driver(fake))
 

@@ -24,6 +24,11 @@ def gpu_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return mock_gpu_engine.write_engine(tmp_path_factory.mktemp("mock_gpu") / "mock.engine")
 
 
+def no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device sleeps through most of a step; the fake one does nothing meanwhile."""
+    monkeypatch.setattr("ingot.runtime.devices.cuda.sleep", lambda seconds: None)
+
+
 @pytest.fixture
 def fake_driver(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeCuda]:
     """(engine, options) -> a driver that knows the engine's kernels, started."""
@@ -33,6 +38,7 @@ def fake_driver(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeCuda]:
     from .fake_cuda import FakeCuda
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
+    no_sleep(monkeypatch)
 
     def made(engine: EngineFile, **options: Any) -> FakeCuda:
         plan_kernels = read_kernels(engine.plan).values()

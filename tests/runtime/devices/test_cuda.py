@@ -109,6 +109,36 @@ def test_the_next_step_is_filled_while_the_device_is_at_work(load: Load) -> None
     assert program.wait().tokens[:6].tolist() == mock.reference_logits(TOKENS[4:]).argmax(axis=1).tolist()
 
 
+def test_long_steps_are_slept_through(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By how long the bucket took before, if that was seen; steps that nobody had to wait for shorten it."""
+    program, _ = load()
+    now, slept = [0.0], []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        now[0] += seconds
+
+    def synchronize(*args: object) -> object:
+        now[0] += 0.010 if args[0] == "cuEventSynchronize" else 0
+        return call(*args)
+
+    call = program._context.driver.call
+    monkeypatch.setattr("ingot.runtime.devices.cuda.sleep", sleep)
+    monkeypatch.setattr("ingot.runtime.devices.cuda.perf_counter", lambda: now[0])
+    monkeypatch.setattr(program._context.driver, "call", synchronize)
+    program.launch(fill(program, 0, TOKENS[:1]))
+    program.wait()
+    assert slept == [] and program._expected_s == [pytest.approx(0.010), 0.0]
+    program.launch(fill(program, 1, TOKENS[:1]))
+    program.wait()
+    assert slept == [pytest.approx(0.009 - 2e-4)]
+    program.launch(fill(program, 0, TOKENS[:1]))
+    program._context.synchronize()  # it has ended long before it is waited for
+    now[0] += 0.004
+    program.wait()
+    assert len(slept) == 1 and program._expected_s[0] < 0.0188
+
+
 def test_one_step_at_a_time(load: Load) -> None:
     program, _ = load()
     inputs = fill(program, 0, TOKENS)

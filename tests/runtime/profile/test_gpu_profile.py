@@ -16,6 +16,7 @@ from ingot.runtime.profile.work import Phase, work_of
 from ingot.runtime.program import EngineMismatch
 from tests.conftest import why_no_gpu
 from tests.runtime import mock_gpu_engine as mock
+from tests.runtime.devices.conftest import no_sleep
 from tests.runtime.devices.fake_cuda import FakeCuda
 from tests.runtime.devices.fake_cuda_memory import STEP_MS
 
@@ -34,6 +35,7 @@ def fake(engine: EngineFile, monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     for module in ("ingot.runtime.devices.cuda", "ingot.runtime.profile.gpu_ceilings"):
         monkeypatch.setattr(f"{module}.load_driver", lambda: Driver(found))
     monkeypatch.setattr(report, "_SECONDS", 0.0)
+    no_sleep(monkeypatch)
     return found
 
 
