@@ -11,6 +11,9 @@ if anything differs by more than it may.
     float32  the same for an engine in which nothing else is rounded either: what remains is the order of sums
     engine, scheme  relative errors of the engine and of that graph against Hugging Face's model in float32
 
+In models with experts, tokens whose choice of experts is a near tie are left out: whoever rounds otherwise chooses
+others, and either choice is right. The row says how many tokens were compared.
+
 Engines keep values between launches in 16 bits. Where a matrix quantizes its inputs to 8 bits or fewer, such a rounding
 decides now and then between two codes, and the error against the graph is of the size of the scheme's own. So of those
 precisions the arithmetic is proven in float32, and the engine may not be worse than its scheme.
@@ -57,6 +60,9 @@ BOUND, FLOAT32_BOUND = 2e-2, 1e-3
 WORSE = 1.25
 """How much larger the error of an engine may be than that of its scheme: two draws of the same roundings."""
 
+NEAR_TIE = 0.1
+"""Between the last expert that a token gets and the next, in standard deviations of the router's logits."""
+
 EXPLAINED = 6.0
 """A greedy token may differ where the two best logits are at most so many of the engine's typical errors apart."""
 
@@ -94,10 +100,23 @@ class Reference:
 
     def logits(self, tokens: Sequence[int]) -> np.ndarray:
         """f32 [T, vocab], computed in one piece."""
+        return self._values(tokens, ())[self.graph.outputs[0]]
+
+    def is_clear(self, tokens: Sequence[int]) -> np.ndarray:
+        """bool [T]: in no layer is the token's choice of experts a near tie."""
+        routers = {node.inputs[0]: node.attrs["choices"] for node in self.graph.nodes if node.op == "route"}
+        clear = np.ones(len(tokens), bool)
+        for name, value in self._values(tokens, [str(name) for name in routers]).items():
+            if name in routers:
+                ordered = -np.sort(-value, axis=1)
+                clear &= ordered[:, routers[name] - 1] - ordered[:, routers[name]] > NEAR_TIE * value.std()
+        return clear
+
+    def _values(self, tokens: Sequence[int], keep: Sequence[str]) -> dict[str, np.ndarray]:
         count = len(tokens)
         inputs = {"token_ids": np.array(tokens, np.int32), "positions": np.arange(count, dtype=np.int32),
                   "logit_rows": np.arange(count, dtype=np.int32)}
-        return run(self.graph, inputs, self.source)[self.graph.outputs[0]]
+        return run(self.graph, inputs, self.source, keep)
 
 
 @contextmanager
@@ -122,8 +141,10 @@ def relative(got: np.ndarray, wanted: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class Row:
-    """float32: None where the precision quantizes no inputs. greedy: with the engine's typical error of a logit, where
-    answers were compared."""
+    """Errors over num_clear tokens of num_tokens. float32: None where the precision quantizes no inputs. greedy: where
+    answers were compared; gap of those differences that no near tie of experts explains; logit_error: the engine's
+    typical error of a logit.
+    """
 
     model: str
     target: str
@@ -133,8 +154,10 @@ class Row:
     engine: float
     scheme: float
     greedy: Greedy | None
+    gap: float
     logit_error: float
-    steps: int
+    num_clear: int
+    num_tokens: int
     seconds: float
 
     @property
@@ -149,9 +172,11 @@ class Row:
                 found.append(f"{where}: relative error {self.float32:.2e} in float32 exceeds {FLOAT32_BOUND:.0e}")
             if not self.engine <= WORSE * self.scheme + BOUND:
                 found.append(f"{where}: the engine's error {self.engine:.2e} is beyond its scheme's {self.scheme:.2e}")
-        if self.greedy is not None and self.greedy.largest_gap > EXPLAINED * self.logit_error:
-            found.append(f"{where}: a greedy token differs where the two best logits are {self.greedy.largest_gap:.3f} "
-                         f"apart; logits err by {self.logit_error:.3f}")
+        if self.gap > EXPLAINED * self.logit_error:
+            found.append(f"{where}: a greedy token differs where the two best logits are {self.gap:.3f} apart; logits "
+                         f"err by {self.logit_error:.3f}")
+        if 2 * self.num_clear < self.num_tokens:
+            found.append(f"{where}: only {self.num_clear} of {self.num_tokens} tokens choose their experts clearly")
         return found
 
 
@@ -160,28 +185,40 @@ def emulate(model: str, checkpoint: Path, target: str, precision: str, folder: P
     """Builds an engine and runs it. num_tokens: of the prompt whose logits are compared."""
     begin = time.perf_counter()
     path = _built(checkpoint, target, precision, folder, cache)
-    steps = 0
+    reference = Reference.of(checkpoint, target, precision, LIMITS["max_seq_len"], cache)
+    greedy, gap = None, 0.0
     with Engine.load(path, device="emulator", kv_cache_tokens=512) as engine:
         tokens = _prompt(engine, num_tokens)
         logits = engine.logits(tokens)
-        steps += -(-num_tokens // LIMITS["max_batch_size"])
         hugging_face = ReferenceModel(str(checkpoint))
-        wanted = hugging_face.logits(tokens)
-        graph = Reference.of(checkpoint, target, precision, LIMITS["max_seq_len"], cache).logits(tokens)
-        greedy = None
-        if precision == "bf16":
+        if precision == "bf16" and num_new_tokens:
             prompts = [tokens[:20], [*tokens[:17], *tokens[5:12]]]  # the second begins as the first does
             greedy = compare_greedy(engine, hugging_face, prompts, num_new_tokens)
+            gap = _unexplained(greedy, prompts, hugging_face, reference)
+    clear = reference.is_clear(tokens)
+    logits, graph, wanted = logits[clear], reference.logits(tokens)[clear], hugging_face.logits(tokens)[clear]
     float32 = None
     if precision in QUANTIZES_INPUTS:
         with in_float32(precision, target) as wide:
             path = _built(checkpoint, target, wide, folder, cache)
-            reference = Reference.of(checkpoint, target, wide, LIMITS["max_seq_len"], cache)
+            exact = Reference.of(checkpoint, target, wide, LIMITS["max_seq_len"], cache).logits(tokens)
             with Engine.load(path, device="emulator", kv_cache_tokens=512) as engine:
-                float32 = relative(engine.logits(tokens), reference.logits(tokens))
+                float32 = relative(engine.logits(tokens), exact)
     return Row(model, target, precision, relative(logits, graph), float32, relative(logits, wanted),
-               relative(graph, wanted), greedy, float(np.sqrt(np.mean((logits - wanted) ** 2))), steps,
-               time.perf_counter() - begin)
+               relative(graph, wanted), greedy, gap, float(np.sqrt(np.mean((logits - wanted) ** 2))),
+               int(clear.sum()), len(clear), time.perf_counter() - begin)
+
+
+def _unexplained(greedy: Greedy, prompts: Sequence[list[int]], hugging_face: ReferenceModel,
+                 reference: Reference) -> float:
+    """The largest gap of the differences at tokens that choose their experts clearly."""
+    gaps = [0.0]
+    for difference in greedy.differences:
+        prompt = prompts[difference.prompt]
+        before = [token for token, _ in hugging_face.greedy(prompt, difference.position)] if difference.position else []
+        if reference.is_clear([*prompt, *before])[-1]:
+            gaps.append(difference.gap)
+    return max(gaps)
 
 
 def _built(checkpoint: Path, target: str, precision: str, folder: Path, cache: BuildCache) -> Path:
@@ -199,8 +236,8 @@ def _prompt(engine: Engine, count: int) -> list[int]:
 
 
 def report(rows: Sequence[Row]) -> str:
-    lines = ["| model | target | precision | graph | float32 | engine | scheme | greedy tokens equal | s |",
-             "|---|---|---|---|---|---|---|---|---|"]
+    lines = ["| model | target | precision | tokens | graph | float32 | engine | scheme | greedy tokens equal | s |",
+             "|---|---|---|---|---|---|---|---|---|---|"]
     for row in rows:
         float32 = "" if row.float32 is None else f"{row.float32:.1e}"
         greedy = ""
@@ -208,9 +245,11 @@ def report(rows: Sequence[Row]) -> str:
             count = row.greedy.num_tokens
             greedy = f"{count - len(row.greedy.differences)} of {count}"
             if row.greedy.differences:
-                greedy += f" (gap {row.greedy.largest_gap:.3f}, error {row.logit_error:.3f})"
-        lines.append(f"| {row.model} | {row.target} | {row.precision} | {row.graph:.1e} | {float32} | {row.engine:.1e} "
-                     f"| {row.scheme:.1e} | {greedy} | {row.seconds:.0f} |")
+                told = f"gap {row.gap:.3f}, error {row.logit_error:.3f}" if row.gap else "experts at a near tie"
+                greedy += f" ({told})"
+        clear = str(row.num_clear) if row.num_clear == row.num_tokens else f"{row.num_clear} of {row.num_tokens}"
+        lines.append(f"| {row.model} | {row.target} | {row.precision} | {clear} | {row.graph:.1e} | {float32} | "
+                     f"{row.engine:.1e} | {row.scheme:.1e} | {greedy} | {row.seconds:.0f} |")
     return "\n".join(lines)
 
 
