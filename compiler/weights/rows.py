@@ -1,7 +1,7 @@
 """Blobs of GPU engines: the arrays of a matrix (plugins/linear/gpu_formats.py) one behind the other.
 
-A blob holds the weights of all rows, then their scales, then, for nvfp4, the factor of the whole. Experts' matrices lie
-one below the other in each array. Every array begins at a multiple of ALIGNMENT.
+A blob holds the weights of all rows, then their scales, then, for nvfp4, the factor of each matrix. Experts' matrices
+lie one below the other in each array. Every array begins at a multiple of ALIGNMENT.
 """
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def blob_parts(shape: tuple[int, ...], form: Format) -> dict[str, tuple[int, int
         groups = -(-k // form.channels_per_scale) if form.channels_per_scale else 1
         sizes["w_scale"] = count * -(-n // form.rows_per_scale) * groups * _ELEMENT[form.scales]
     if form.name == "nvfp4":
-        sizes["scale"] = 4
+        sizes["scale"] = 4 * count
     parts, at = {}, 0
     for name, size in sizes.items():
         parts[name] = at, size
@@ -56,12 +56,15 @@ def pack_rows(expr: WeightExpr, source: TensorSource, form: Format, rows_at_a_ti
     parts = blob_parts(expr.shape, form)
     blob = np.zeros(blob_size(parts), np.uint8)
     arrays = {name: blob[offset:offset + size] for name, (offset, size) in parts.items()}
-    factor = None
+    factors = np.zeros(math.prod(expr.shape[:-2]), np.float32)
     if form.name == "nvfp4":
-        factor = nvfp4_factor(np.array([np.abs(piece).max() for _, _, piece in _pieces(expr, source, rows_at_a_time)]))
-        arrays["scale"].view(np.float32)[:] = factor
+        for expert, _, piece in _pieces(expr, source, rows_at_a_time):
+            factors[expert] = max(factors[expert], np.abs(piece).max())
+        factors = np.array([nvfp4_factor(most) for most in factors], np.float32)
+        arrays["scale"].view(np.float32)[:] = factors
     for expert, begin, piece in _pieces(expr, source, rows_at_a_time):
-        packed = pack(piece, form, factor=factor, inputs=inputs(expert) if inputs is not None else None)
+        packed = pack(piece, form, factor=float(factors[expert]) if form.name == "nvfp4" else None,
+                      inputs=inputs(expert) if inputs is not None else None)
         _place(arrays["w"], packed.w, expert * n + begin)
         if packed.w_scale is None:
             continue

@@ -180,7 +180,7 @@ def linear(x, w, y, sizes, order, starts, x_scale, x_factor, w_scale, w_zero, sc
                 tile have nothing to do
     x_scale     f32 [M]; fp8_block: f32 [M, K/128]; nvfp4: e4m3 [M, K/16] and x_factor f32 [M]. w_scale, w_zero: by
                 format
-    scale       f32 [1]: one more factor
+    scale       f32 [1]: one more factor; one for each of the EXPERTS
     bias        f32, an element for each row of w; residual [M, N] in the type of y; norm_weight f32 [K]
     added, added_weight, total  with norm_weight, the norm behind the block before and its residual: what is normalised
                 is rms_norm(x, added_weight f32 [K]) + added [M, K], and it goes to total [M, K]; all in the type of x
@@ -206,6 +206,8 @@ def linear(x, w, y, sizes, order, starts, x_scale, x_factor, w_scale, w_zero, sc
             m = first + (tile // tiles_n - (first // BM + expert)) * BM
         end = tl.load(starts + expert + 1)
         base = expert * HEIGHT
+        if scale is not None:
+            scale += expert
     else:
         end = tl.load(sizes + ROWS)
         m = (tile // tiles_n) * BM

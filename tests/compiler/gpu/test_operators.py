@@ -26,15 +26,15 @@ pytestmark = pytest.mark.usefixtures("uncompiled")
 VOCAB, WIDTH = 64, 24
 
 
-def begun() -> tuple[Builder, str]:
+def begun(width: int = WIDTH) -> tuple[Builder, str]:
     """A model's inputs, and the hidden states after one attention."""
     b = Builder()
     ids = b.x("token_ids", "T", dtype=DType.I32)
     b.x("positions", "T", dtype=DType.I32)
-    x = b.op("embedding", b.weight("embed", VOCAB, WIDTH), ids)
-    q, k, v = (b.op("reshape", b.op("linear", x, b.weight(name, 32, WIDTH)), shape=("T", 2, 16)) for name in "qkv")
+    x = b.op("embedding", b.weight("embed", VOCAB, width), ids)
+    q, k, v = (b.op("reshape", b.op("linear", x, b.weight(name, 32, width)), shape=("T", 2, 16)) for name in "qkv")
     y = b.op("attention", q, k, v, slot=0, scale=0.25)
-    return b, b.op("add", x, b.op("linear", b.op("reshape", y, shape=("T", 32)), b.weight("o", WIDTH, 32)))
+    return b, b.op("add", x, b.op("linear", b.op("reshape", y, shape=("T", 32)), b.weight("o", width, 32)))
 
 
 def ended(b: Builder, x: str) -> Graph:
@@ -104,9 +104,10 @@ def test_what_no_pattern_takes(interpreter: Interpreter, build: object) -> None:
     check(interpreter, graph)
 
 
-def check(interpreter: Interpreter, graph: Graph) -> None:
-    chosen = exact(find_precision("fp32", gpu("h200")))
-    made = program(graph, "h200", chosen)
+def check(interpreter: Interpreter, graph: Graph, precision: str = "fp32", target: str = "h200") -> None:
+    """All but the matrices of the precision is in float32."""
+    chosen = exact(find_precision(precision, gpu(target)))
+    made = program(graph, target, chosen)
     assert max(errors(graph, made, final(graph, chosen), interpreter)) < 1e-4
 
 
@@ -114,13 +115,25 @@ def check(interpreter: Interpreter, graph: Graph) -> None:
     pytest.param(route, id=route.__name__, marks=[] if route in (of_the_chosen, grouped) else pytest.mark.slow)
     for route in (*(route for route, _ in RAISED), limited_by_a_threshold)])
 def test_routers(interpreter: Interpreter, route: Route) -> None:
-    b, x = begun()
-    weights, ids = route(b, b.op("linear", x, b.weight("router", EXPERTS, WIDTH)))
-    y = b.op("expert_linear", x, ids, b.weight("gate_up", EXPERTS, 32, WIDTH), b.weight("up_bias", EXPERTS, 32))
-    y = b.op("mul", b.op("silu", b.slice(y, 2, 0, 16)), b.slice(y, 2, 16, 32))
-    y = b.op("expert_linear", y, ids, b.weight("down", EXPERTS, WIDTH, 16))
+    check(interpreter, mixture(route, WIDTH, 16))
+
+
+@pytest.mark.parametrize(("precision", "target"), [
+    ("fp8", "h200"), ("nvfp4", "b200"), pytest.param("int8", "a100", marks=pytest.mark.slow),
+    pytest.param("w4a8", "h200", marks=pytest.mark.slow), pytest.param("w4a8", "a100", marks=pytest.mark.slow)])
+def test_quantized_experts(interpreter: Interpreter, precision: str, target: str) -> None:
+    check(interpreter, mixture(of_the_chosen, 64, 32), precision, target)
+
+
+def mixture(route: Route, width: int, inner: int) -> Graph:
+    b, x = begun(width)
+    weights, ids = route(b, b.op("linear", x, b.weight("router", EXPERTS, width)))
+    y = b.op("expert_linear", x, ids, b.weight("gate_up", EXPERTS, 2 * inner, width),
+             b.weight("up_bias", EXPERTS, 2 * inner))
+    y = b.op("mul", b.op("silu", b.slice(y, 2, 0, inner)), b.slice(y, 2, inner, 2 * inner))
+    y = b.op("expert_linear", y, ids, b.weight("down", EXPERTS, width, inner))
     y = b.op("mul", y, b.op("reshape", weights, shape=("T", CHOICES, 1)))
-    check(interpreter, ended(b, b.op("add", x, b.op("reduce_sum", y, dims=(1,), keepdim=False))))
+    return ended(b, b.op("add", x, b.op("reduce_sum", y, dims=(1,), keepdim=False)))
 
 
 def test_experts_of_odd_width(interpreter: Interpreter) -> None:
