@@ -14,10 +14,9 @@ from ..store.export import export
 from ..store.locate import Located, locate
 from ..store.lock_file import Move, again, before, move_of, removal
 from ..store.policy import LoadPolicy, signed, why_unsigned
-from ..store.remotes import open_remote
 from ..store.store import Store
-from ..store.transfer import Transferred, pull, push
 from . import COMMON_FLAGS
+from .engine_names import add_why, name_engine
 from .engine_options import add_store_argument
 from .engine_server import (
     add_load_arguments,
@@ -29,6 +28,7 @@ from .engine_server import (
     swap,
     swap_arguments,
 )
+from .engine_transfer import pull_arguments, pull_engines, push_arguments, push_engines
 from .output import Progress, print_json, size, table
 
 
@@ -82,7 +82,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("engine", metavar="FILE", help="engine file")
     parser.add_argument("name", metavar="NAME", nargs="?", help="a new name for it; without one, gc removes it again")
     parser.add_argument("--move", action="store_true", help="the name may mean another engine: it moves, as by pin")
-    _why(parser)
+    add_why(parser)
 
 
 def _add(arguments: argparse.Namespace, store: Store) -> int:
@@ -104,7 +104,7 @@ def _add(arguments: argparse.Namespace, store: Store) -> int:
         if arguments.name is not None:
             now = store.lock.now().get(arguments.name)
             moves = arguments.move and now is not None and now.hash != added.hash
-            _name(store, arguments.name, added.hash, "pin" if moves else "add", arguments.why)
+            name_engine(store, arguments.name, added.hash, "pin" if moves else "add", arguments.why)
     if arguments.json:
         print_json({**asdict(added), "name": arguments.name})
     else:
@@ -113,17 +113,10 @@ def _add(arguments: argparse.Namespace, store: Store) -> int:
     return 0
 
 
-def _name(store: Store, name: str, hash: str, action: str, why: str) -> None:
-    now = store.lock.now().get(name)
-    if action != "add" or now is None or now.hash != hash:
-        with store.blobs.adding():  # so that gc does not remove it between the look and the move
-            store.lock.move(name, move_of(store.manifest(hash), hash, action, why))
-
-
 def _pin_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME")
     parser.add_argument("hash", metavar="HASH", help="of an engine in the store, or its first digits")
-    _why(parser)
+    add_why(parser)
     add_load_arguments(parser)
     add_server_arguments(parser)
 
@@ -135,7 +128,7 @@ def _pin(arguments: argparse.Namespace, store: Store) -> int:
 def _rollback_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME")
     parser.add_argument("-n", type=int, default=1, metavar="N", help="how many engines back (default 1)")
-    _why(parser)
+    add_why(parser)
     add_load_arguments(parser)
     add_server_arguments(parser)
 
@@ -153,7 +146,7 @@ def _moved(arguments: argparse.Namespace, store: Store, hash: str, action: str) 
     name, old = arguments.name, store.lock.now().get(arguments.name)
     # The servers first: what none of them takes is not what the name shall mean.
     servers = load_on_servers(arguments, hash) if arguments.server else []
-    _name(store, name, hash, action if old is not None else "add", arguments.why)
+    name_engine(store, name, hash, action if old is not None else "add", arguments.why)
     return _tell_move(arguments, store, hash, old, servers)
 
 
@@ -189,7 +182,7 @@ def _log(arguments: argparse.Namespace, store: Store) -> int:
 
 def _rm_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", help="its history stays, and with it its engines")
-    _why(parser)
+    add_why(parser)
 
 
 def _rm(arguments: argparse.Namespace, store: Store) -> int:
@@ -329,70 +322,6 @@ def _sign(arguments: argparse.Namespace, store: Store) -> int:
     return 0
 
 
-# Other stores
-
-def _push_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("url", metavar="URL", help="oci://REGISTRY/REPOSITORY, a folder, or a URL that fsspec knows")
-    parser.add_argument("engines", metavar="ENGINE", nargs="*", help="names or hashes (default: all names)")
-    parser.add_argument("--move", action="store_true", help="let names there that mean other engines move")
-
-
-def _push(arguments: argparse.Namespace, store: Store) -> int:
-    engines = arguments.engines or sorted(store.lock.now())
-    return _transfer(arguments, engines, lambda remote, engine, on_bytes: push(
-        store, remote, store.resolve(engine), engine if engine in store.lock.now() else None, arguments.move, on_bytes))
-
-
-def _pull_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("url", metavar="URL", help="as of push")
-    parser.add_argument("engines", metavar="ENGINE", nargs="*",
-                        help="names, or whole hashes (default: all that engines.lock names)")
-    _why(parser)
-
-
-def _pull(arguments: argparse.Namespace, store: Store) -> int:
-    engines = arguments.engines or sorted(store.lock.now())
-
-    def one(remote: Any, engine: str, on_bytes: Callable[[int], None]) -> Transferred:
-        known = store.lock.now().get(engine)
-        done = pull(store, remote, known.hash if known is not None else engine, on_bytes,
-                    lambda hash: _name(store, engine, hash, "add", arguments.why) if engine != hash else None)
-        return done
-
-    return _transfer(arguments, engines, one)
-
-
-def _transfer(arguments: argparse.Namespace, engines: list[str],
-              work: Callable[[Any, str, Callable[[int], None]], Transferred]) -> int:
-    if not engines:
-        raise RequestError("no engine is named, neither here nor in engines.lock")
-    progress, done, results = Progress(not arguments.json), 0, []
-
-    def on_bytes(num_bytes: int) -> None:
-        nonlocal done
-        done += num_bytes
-        progress.show(f"{size(done)}")
-
-    with open_remote(arguments.url) as remote:
-        for engine in engines:
-            try:
-                results.append((engine, work(remote, engine, on_bytes)))
-            finally:
-                progress.clear()
-            if not arguments.json:
-                result = results[-1][1]
-                broken = f"; the connection broke {result.num_retries} times" if result.num_retries else ""
-                print(f"{engine}: {result.hash}\n{result.num_sent} of {result.num_blobs} blobs travelled, "
-                      f"{size(result.sent_bytes)}{broken}")
-    if arguments.json:
-        print_json([{"engine": engine, **asdict(result)} for engine, result in results])
-    return 0
-
-
-def _why(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-m", "--why", default="", metavar="MESSAGE", help="for the log")
-
-
 def _time(move: Move) -> str:
     return f"{move.time:%Y-%m-%d %H:%M:%S}"
 
@@ -417,6 +346,6 @@ VERBS: dict[str, Verb] = {
     "gc": ("remove what no name means or has meant", _gc_arguments, _gc),
     "verify": ("read every byte of the store; check signatures", _verify_arguments, _verify),
     "sign": ("sign an engine's provenance and the SBOM of its toolchain", _sign_arguments, _sign),
-    "push": ("send engines to a registry or a folder: only what it lacks", _push_arguments, _push),
-    "pull": ("get engines from there: only what is missing here, verified", _pull_arguments, _pull),
+    "push": ("send engines to a registry or a folder: only what it lacks", push_arguments, push_engines),
+    "pull": ("get engines from there: only what is missing here, verified", pull_arguments, pull_engines),
 }

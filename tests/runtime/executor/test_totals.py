@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import Any
 
 from ingot.runtime.executor.recorder import Histogram, Recorder
 from ingot.runtime.executor.totals import Totals
@@ -12,7 +13,8 @@ from ingot.runtime.kv.stats import KvStats
 def filled(factor: int) -> tuple[Recorder, KvStats]:
     """Every counter there is holds something."""
     recorder, kv = Recorder(), KvStats()
-    for total in (recorder, kv):
+    both: tuple[Any, ...] = recorder, kv
+    for total in both:
         for number, each in enumerate(fields(total), 1):
             value = getattr(total, each.name)
             if isinstance(value, Histogram):
@@ -31,8 +33,8 @@ def test_all_counters_are_added() -> None:
     totals = Totals()
     totals.add(*filled(1))
     totals.add(*filled(2))
-    expected = filled(3)
-    for total, wanted in zip((totals.recorder, totals.kv), expected, strict=True):
+    pairs: list[tuple[Any, Any]] = list(zip((totals.recorder, totals.kv), filled(3), strict=True))
+    for total, wanted in pairs:
         for each in fields(wanted):
             assert _plain(getattr(total, each.name)) == _plain(getattr(wanted, each.name)), each.name
 
