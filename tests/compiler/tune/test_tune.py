@@ -105,6 +105,7 @@ def test_stale_records_fail_the_build(speaking_checkpoint: Path, records: Path, 
 def test_command(speaking_engine: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str],
                  monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ingot.compiler.cli.tune.Settings", lambda workers, rounds, max_tokens: SETTINGS)
+    monkeypatch.setattr("ingot.compiler.tune.kernels.tactics_of", lambda problem: tactics_of(problem)[:2])
     engine, output = str(speaking_engine("cpu", "fp32")), tmp_path / "x.json"
     assert main(["tune", engine, "-o", str(output), "--rounds", "1"]) == 0
     assert "Build with it: ingot build MODEL --target" in capsys.readouterr().out
