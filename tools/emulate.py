@@ -60,7 +60,7 @@ BOUND, FLOAT32_BOUND = 2e-2, 1e-3
 WORSE = 1.25
 """How much larger the error of an engine may be than that of its scheme: two draws of the same roundings."""
 
-NEAR_TIE = 0.1
+NEAR_TIE = 0.05
 """Between the last expert that a token gets and the next, in standard deviations of the router's logits."""
 
 EXPLAINED = 6.0
