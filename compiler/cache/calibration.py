@@ -32,8 +32,8 @@ from .keys import key, library_versions, source_digest
 from .tensor_digests import checkpoint_digest
 
 _SOURCES = ("compiler/calibration/calibrate.py", "compiler/calibration/gather.py",
-            "compiler/calibration/statistics.py", "compiler/calibration/streamed.py", "compiler/checkpoint", "compiler/importer/importer.py",
-            "compiler/importer/export.py", "compiler/importer/parameters.py", "compiler/weights/evaluate.py")
+            "compiler/calibration/statistics.py", "compiler/calibration/streamed.py", "compiler/checkpoint",
+            "compiler/importer/importer.py", "compiler/importer/export.py", "compiler/importer/parameters.py", "compiler/weights/evaluate.py")
 
 
 class InputsOfModel:

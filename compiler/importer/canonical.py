@@ -1,7 +1,7 @@
 """One order and one set of names for what a graph computes.
 
-The order in which a model's code computes independent values may depend on anything: some iterate over sets, whose order
-changes from process to process. An engine's bytes must not.
+The order in which a model's code computes independent values may depend on anything: some iterate over sets, whose
+order changes from process to process. An engine's bytes must not.
 """
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ def _scales_of(scales, table, n, inside, kv_head, BLOCK_SIZE: tl.constexpr, BLOC
 
 @triton.jit
 def paged_attention(q, k, v, cos, sin, q_norm, k_norm, k_part, v_part, k_scales, v_scales, k_static, v_static, sinks,
-                    out, y, y_scale, y_factor, query_start, context_len, block_table, sizes, partial, arrived, Q_HEADS: tl.constexpr,
-                    KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
+                    out, y, y_scale, y_factor, query_start, context_len, block_table, sizes, partial, arrived,
+                    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
                     Q_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, ROTARY: tl.constexpr,
                     BEGIN: tl.constexpr, INTERLEAVED: tl.constexpr, EPS: tl.constexpr, KV: tl.constexpr,
                     SCALE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -50,12 +50,12 @@ def paged_attention(q, k, v, cos, sin, q_norm, k_norm, k_part, v_part, k_scales,
                     of a sequence's tokens in one tile: QB tokens or fewer in a step. QP: power of two that holds QB
     k_part, v_part, k_scales, v_scales, k_static, v_static, block_table: as rope_kv_write leaves them
     sinks           f32 [Hq]: one more logit a head in the denominator
-    y, y_scale, y_factor  None, or the result once more, as the next matrix takes it (TO, quantize/gpu.py): the last block
-                    of a tile of tokens to finish quantizes its rows
+    y, y_scale, y_factor  None, or the result once more, as the next matrix takes it (TO, quantize/gpu.py): the last
+                    block of a tile of tokens to finish quantizes its rows
     query_start i32 [B + 1], context_len i32 [B]: the tokens of the step are part of the context
     WINDOW, CHUNK, SOFTCAP: 0 for none. DP, DVP: powers of two that hold D and DV. STEPS: of the search
-    partial f32: where the SPLITS of the context meet; arrived i32, zero before and after: with y one for each tile, then
-    for each of their parts that split
+    partial f32: where the SPLITS of the context meet; arrived i32, zero before and after: with y one for each tile,
+    then for each of their parts that split
     """
     num_seqs = tl.load(sizes + 1)
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)

@@ -23,13 +23,13 @@ def _normalised(v, weight, bias, at, D: tl.constexpr, KIND: tl.constexpr, EPS: t
 
 @triton.jit
 def norm(x, residual, total, weight, bias, x_weight, y, y_scale, y_factor, static_scale, sizes, ROWS: tl.constexpr,
-         GROUP: tl.constexpr, D: tl.constexpr, X_STRIDE: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, EPS: tl.constexpr,
-         TO: tl.constexpr):
+         GROUP: tl.constexpr, D: tl.constexpr, X_STRIDE: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr,
+         EPS: tl.constexpr, TO: tl.constexpr):
     """y = norm(s), s = x + residual, or norm(x) by x_weight + residual (a norm after the block as well).
 
-    x [T, GROUP, D], tokens X_STRIDE elements apart; residual and total [T, GROUP, D] in x's type: s goes to total, which
-    may be residual itself. Without residual s is x, and total is not written. y, y_scale, y_factor, static_scale: store_row; without
-    y the sum is all that is wanted.
+    x [T, GROUP, D], tokens X_STRIDE elements apart; residual and total [T, GROUP, D] in x's type: s goes to total,
+    which may be residual itself. Without residual s is x, and total is not written. y, y_scale, y_factor,
+    static_scale: store_row; without y the sum is all that is wanted.
     """
     row = tl.program_id(0).to(tl.int64)
     if row >= tl.load(sizes + ROWS) * GROUP:

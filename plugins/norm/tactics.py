@@ -68,7 +68,8 @@ def candidates(problem: Problem, device: Device) -> Candidates:
              "norm_x" if p.x_weight else "", f"x{p.x_stride}" if p.x_stride not in (0, p.group * p.d) else "",
              f"g{p.group}" if p.group > 1 else "")
     kernel = GpuKernel(
-        symbol(p.kind, p.y_type or "sum", "static" if p.static else "", f"d{p.d}", p.rows, f"eps{p.eps}", p.float_type, *words),
+        symbol(p.kind, p.y_type or "sum", "static" if p.static else "", f"d{p.d}", p.rows, f"eps{p.eps}", p.float_type,
+               *words),
         "ingot.plugins.norm.gpu", "norm", *arguments(wanted, absent | constants), row_warps(p.d), 1)
     rows = p.m * p.group
     cost = Cost(rows * p.d * ((3 if p.residual else 1) * BYTES[p.float_type] + BYTES.get(p.y_type, 0)), 0)

@@ -16,12 +16,12 @@ from ingot.compiler.build import BuildRequest, BuildResult, build
 from ingot.compiler.checkpoint.checkpoint import Checkpoint
 from ingot.compiler.checkpoint.open import open_checkpoint
 from ingot.compiler.cpu.generate import CpuProgram
-from ingot.compiler.plan.buckets import token_buckets
 from ingot.compiler.cpu.toolchain import CompileError
 from ingot.compiler.importer.importer import import_model
 from ingot.compiler.ir.graph import Graph
 from ingot.compiler.ir.interpret import run, run_node
 from ingot.compiler.passes.pipeline import cpu_pipeline, run_passes
+from ingot.compiler.plan.buckets import token_buckets
 from ingot.compiler.precision import PRECISIONS
 from ingot.compiler.weights.evaluate import evaluate
 from ingot.runtime.devices import load_program

@@ -39,8 +39,8 @@ class Traced(Lowering):
 def lowered(graph: Graph, tokens: int) -> tuple[Traced, Bucket]:
     bindings = {"T": tokens, "L": min(tokens, LIMITS["max_batch_size"])}
     kv = plan_kv_cache(graph, 16, LIMITS["max_seq_len"])
-    lowering = Traced(graph=graph, isa="x86-64-v3", tokens=tokens, bindings=bindings, limits=LIMITS, weights=WeightTable(),
-                      kv=kv, emitters=EMITTERS)
+    lowering = Traced(graph=graph, isa="x86-64-v3", tokens=tokens, bindings=bindings, limits=LIMITS,
+                      weights=WeightTable(), kv=kv, emitters=EMITTERS)
     return lowering, lowering.run()
 
 

@@ -11,8 +11,8 @@ import yaml
 from ingot.compiler.build import BuildRequest, build
 from ingot.compiler.targets import BadTarget, Target, UnknownTarget, architectures, find_target, list_targets
 from ingot.compiler.targets.target import UnsupportedPrecision
-from ingot.runtime.errors import RequestError
 from ingot.runtime.cli import main
+from ingot.runtime.errors import RequestError
 
 GPUS = [target for target in list_targets() if target.gpu is not None]
 MINE: dict[str, Any] = {
