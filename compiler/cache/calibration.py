@@ -33,7 +33,8 @@ from .tensor_digests import checkpoint_digest
 
 _SOURCES = ("compiler/calibration/calibrate.py", "compiler/calibration/gather.py",
             "compiler/calibration/statistics.py", "compiler/calibration/streamed.py", "compiler/checkpoint",
-            "compiler/importer/importer.py", "compiler/importer/export.py", "compiler/importer/parameters.py", "compiler/weights/evaluate.py")
+            "compiler/importer/importer.py",
+            "compiler/importer/export.py", "compiler/importer/parameters.py", "compiler/weights/evaluate.py")
 
 
 class InputsOfModel:

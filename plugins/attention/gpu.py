@@ -36,7 +36,8 @@ def _scales_of(scales, table, n, inside, kv_head, BLOCK_SIZE: tl.constexpr, BLOC
 @triton.jit
 def paged_attention(q, k, v, cos, sin, q_norm, k_norm, k_part, v_part, k_scales, v_scales, k_static, v_static, sinks,
                     out, y, y_scale, y_factor, query_start, context_len, block_table, sizes, partial, arrived,
-                    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
+                    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+                    DP: tl.constexpr, DVP: tl.constexpr,
                     Q_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, ROTARY: tl.constexpr,
                     BEGIN: tl.constexpr, INTERLEAVED: tl.constexpr, EPS: tl.constexpr, KV: tl.constexpr,
                     SCALE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr,

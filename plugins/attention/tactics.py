@@ -190,7 +190,8 @@ def launch(p: Problem, tile: Tile) -> GpuLaunch:
         "q": element, "k": new, "v": new, "cos": turns, "sin": turns, "q_norm": norm, "k_norm": norm,
         "k_part": cache, "v_part": cache, "k_scales": scales, "v_scales": scales, "k_static": static,
         "v_static": static, "sinks": "*fp32" if p.sinks else None, "out": element, "y": None, "y_scale": None,
-        "y_factor": None, "query_start": "*i32", "context_len": "*i32", "block_table": "*i32", "sizes": "*i32", "partial": "*fp32" if split else None,
+        "y_factor": None, "query_start": "*i32", "context_len": "*i32", "block_table": "*i32",
+        "sizes": "*i32", "partial": "*fp32" if split else None,
         "arrived": "*i32" if split or p.y_type else None}
     if p.y_type:
         wanted |= output(p.y_type, False)[0]

@@ -60,7 +60,8 @@ def candidates(problem: Problem, device: Device) -> Candidates:
     scales, absent = output(p.y_type, p.static)
     wanted: dict[str, Parameter | None] = {"x": f"*{ELEMENTS[p.float_type]}", **scales, "sizes": "*i32"}
     constants: dict[str, Constant] = {"ROWS": SIZES[p.rows], "GROUP": p.group, "D": p.d,
-                                      "X_STRIDE": p.x_stride or width, "BLOCK": row_block(p.d), "GATED": p.gated, "TO": p.y_type}
+                                      "X_STRIDE": p.x_stride or width, "BLOCK": row_block(p.d),
+                                      "GATED": p.gated, "TO": p.y_type}
     kernel = GpuKernel(
         symbol("quantize", p.y_type, "static" if p.static else "", f"d{p.d}", p.rows, p.gated, p.float_type,
                f"x{p.x_stride}" if p.x_stride not in (0, width) else "", f"g{p.group}" if p.group > 1 else ""),
