@@ -118,7 +118,7 @@ def test_long_steps_are_slept_through(load: Load, monkeypatch: pytest.MonkeyPatc
         slept.append(seconds)
         now[0] += seconds
 
-    def synchronize(*args: object) -> object:
+    def synchronize(*args: Any) -> Any:
         now[0] += 0.010 if args[0] == "cuEventSynchronize" else 0
         return call(*args)
 
