@@ -104,7 +104,7 @@ def main() -> int:
                  for each in circumstances(Path(folder))}
         equal = len({engine_hash for engine_hash, _ in built.values()}) == 1
         reasons = [] if equal else _reasons([path for _, path in built.values()])
-    rows = [(each.name, engine_hash, f"{len(each.cores)} cores, uid {OTHER_UID if each.prefix else os.getuid()}, "
+    rows = [(each.name, engine_hash, f"uid {OTHER_UID if each.prefix else os.getuid()}, {len(each.cores)} cores, "
              + ", ".join(f"{name}={value}" for name, value in each.environment.items() if name != "HOME"))
             for each, (engine_hash, _) in built.items()]
     if arguments.json:
