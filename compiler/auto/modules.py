@@ -39,7 +39,7 @@ class Part:
 
 def parts_of(model: torch.nn.Module, unit: Unit) -> list[Part]:
     """Empty if some matrix has no module of its own that holds it as it is."""
-    found, begin = [], 0
+    found, begin = list[Part](), 0
     for matrix in unit.matrices:
         rows = matrix.weight.shape[0]
         parts = [part for name in matrix.names if (part := _part(model, name, matrix, begin)) is not None]

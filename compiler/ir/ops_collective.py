@@ -19,7 +19,7 @@ def _infer_all_reduce(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> 
 def _all_reduce(*parts: np.ndarray, ranks: int) -> np.ndarray:
     """The sum of all ranks' values, on every rank; added in the order of the ranks."""
     assert len(parts) == ranks, f"all_reduce of {ranks} ranks has the values of {len(parts)}"
-    return np.sum(parts, axis=0, dtype=np.float32)
+    return np.asarray(np.sum(parts, axis=0, dtype=np.float32))
 
 
 def _infer_all_gather(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:

@@ -60,7 +60,7 @@ def pack_rows(expr: WeightExpr, source: TensorSource, form: Format, rows_at_a_ti
     if form.name == "nvfp4":
         for expert, _, piece in _pieces(expr, source, rows_at_a_time):
             factors[expert] = max(factors[expert], np.abs(piece).max())
-        factors = np.array([nvfp4_factor(most) for most in factors], np.float32)
+        factors = np.array([nvfp4_factor(most) for most in factors[:, None]], np.float32)
         arrays["scale"].view(np.float32)[:] = factors
     for expert, begin, piece in _pieces(expr, source, rows_at_a_time):
         packed = pack(piece, form, factor=float(factors[expert]) if form.name == "nvfp4" else None,

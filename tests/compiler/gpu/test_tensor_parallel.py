@@ -85,8 +85,8 @@ def test_tokens_are_those_of_one_gpu(kind: str, tmp_path: Path) -> None:
         result = build(replace(request, tensor_parallel=ranks))
         assert result.manifest.get("tensor_parallel", 1) == ranks
         sizes[ranks] = result.manifest["memory"]["weights_bytes"]
-        with EngineFile.open(tmp_path / f"{ranks}.engine") as engine:
-            divided = [weight for weight in engine.plan["weights"].values() if "blobs" in weight]
+        with EngineFile.open(tmp_path / f"{ranks}.engine") as file:
+            divided = [weight for weight in file.plan["weights"].values() if "blobs" in weight]
             assert all(len(weight["blobs"]) == ranks for weight in divided)
             assert bool(divided) == (ranks > 1)
         engine = Engine.load(tmp_path / f"{ranks}.engine", device="emulator")
@@ -100,6 +100,6 @@ def test_tokens_are_those_of_one_gpu(kind: str, tmp_path: Path) -> None:
 def test_addresses_are_read_as_given() -> None:
     """The arrays that an exchange writes are the ones at the addresses, not copies."""
     data = (ctypes.c_float * 4)(1, 2, 3, 4)
-    array = np.frombuffer(data, np.float32).reshape(2, 2)
+    array = np.frombuffer(memoryview(data).cast("B"), np.float32).reshape(2, 2)
     exchange("all_reduce", "fp32", [array, array], [array, array])
     assert list(data) == [2, 4, 3, 4]

@@ -263,7 +263,7 @@ def test_code_that_is_none(tmp_path: Path) -> None:
     ({"host_kv_tokens": -1}, "host_kv_tokens -1"),
     ({"host_kv_tokens": 1 << 50}, "no memory for .* of KV on the host"),
 ])  # fmt: skip
-def test_wrong_arguments(mock_path: Path, arguments: dict[str, int], message: str) -> None:
+def test_wrong_arguments(mock_path: Path, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(IngotError, match=message) as caught:
         load_program(EngineFile.open(mock_path), **{"kv_cache_tokens": 64, **arguments})
     assert isinstance(caught.value, RequestError) or "memory" in message
