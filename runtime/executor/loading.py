@@ -6,7 +6,8 @@ import os
 from dataclasses import dataclass
 from typing import Any, Self
 
-from ..devices import load_program
+from ..devices import device_of, load_program
+from ..engine_file import EngineFile
 from ..errors import RequestError
 from ..host import return_free_memory
 from ..kv import KvCache
@@ -89,7 +90,7 @@ class LoadedEngine:
         if options.max_queue_size < 1:
             raise RequestError(f"--max-queue-size is {options.max_queue_size}; expected at least 1")
         self._log = RequestLog(options.log_requests) if options.log_requests is not None else None
-        host_tokens = _host_kv_tokens(manifest, options)
+        host_tokens = _host_kv_tokens(self.file, options)
         program = self._program = load_program(self.file, options.kv_cache_tokens, options.num_workers, host_tokens,
                                                device=options.device, kv_cache_fraction=options.kv_cache_fraction)
         self.vocab_size = program.vocab_size
@@ -157,13 +158,16 @@ class LoadedEngine:
         }
 
 
-def _host_kv_tokens(manifest: dict[str, Any], options: EngineOptions) -> int:
+def _host_kv_tokens(engine: EngineFile, options: EngineOptions) -> int:
     """Tokens in the host tier; checks those of the device too."""
     for name in ("kv_cache_tokens", "host_kv_tokens"):
         value = getattr(options, name)
         if value is not None and value < (0 if name == "host_kv_tokens" else 1):
             raise RequestError(f"--{name.replace('_', '-')} is {value}; expected a number of tokens")
     if options.host_cache_fraction is not None:
+        manifest = engine.manifest
+        if device_of(engine, options.device)[0] == "cuda":  # the rest is not in the host's memory
+            manifest = {**manifest, "memory": {**manifest["memory"], "fixed_bytes": 0}}
         return kv_cache_tokens(manifest, options.host_cache_fraction, "--host-cache-fraction")
     return options.host_kv_tokens
 

@@ -19,6 +19,11 @@ def test_a_fraction_of_what_weights_and_arena_leave() -> None:
     assert kv_cache_tokens(manifest(), 1.0, available_bytes=lambda: 5209) == 400
 
 
+def test_what_else_a_gpu_holds() -> None:
+    """Workspace, a step's arrays: the manifest tells the sum."""
+    assert kv_cache_tokens(manifest(fixed_bytes=3200), 0.5, available_bytes=lambda: 5200) == 100
+
+
 def test_no_room() -> None:
     with pytest.raises(WorkFailed, match="1201 bytes are free, weights and arena take 1200, and a token takes 10"):
         kv_cache_tokens(manifest(), 0.5, available_bytes=lambda: 1201)

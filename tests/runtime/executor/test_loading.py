@@ -5,12 +5,15 @@ from __future__ import annotations
 import gc
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ingot.runtime.errors import IngotError
+from ingot.runtime.executor import loading
 from ingot.runtime.executor.loading import EngineOptions, LoadedEngine
+from ingot.runtime.kv_memory import kv_cache_tokens
 from ingot.runtime.scheduler import ChunkingPolicy, SchedulerPolicy
 from tests.runtime.executor.null_engine import Sink, request
 from tests.runtime.mock_engine import BLOCK_SIZE, reference_greedy
@@ -85,3 +88,16 @@ def test_what_cannot_be_loaded_leaves_nothing_open(mock_path: Path, options: dic
     with pytest.raises(IngotError):
         LoadedEngine(mock_path, EngineOptions(num_workers=1, **options))
     assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+@pytest.mark.parametrize(("device", "taken"), [(None, 0), ("emulator", 6000)])
+def test_the_host_tier_beside_what_is_in_the_hosts_memory(monkeypatch: pytest.MonkeyPatch, device: str | None,
+                                                          taken: int) -> None:
+    """Weights of a GPU engine are not, unless it runs in the emulator."""
+    memory = {"weights_bytes": 5000, "arena_bytes": 500, "fixed_bytes": 6000, "kv_bytes_per_token": 10}
+    manifest = {"target": {"name": "h200", "kind": "cuda", "isa": "sm_90a"}, "memory": memory}
+    engine = SimpleNamespace(manifest=manifest, path="x.engine")
+    monkeypatch.setattr(loading, "kv_cache_tokens", lambda manifest, fraction, option: kv_cache_tokens(
+        manifest, fraction, option, available_bytes=lambda: 10_000))
+    options = EngineOptions(host_cache_fraction=0.5, device=device)
+    assert loading._host_kv_tokens(engine, options) == (10_000 - taken) // 20  # type: ignore[arg-type]
