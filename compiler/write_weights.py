@@ -21,6 +21,7 @@ from .clock import Clock
 from .engine_writer import EngineWriter
 from .plan.plan import Weight
 from .weights.packed import PackedWeight
+from .weights.sharding import at_rank, num_ranks_of
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,30 @@ class WrittenWeights:
     warnings: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Rounding:
+    """How weights of four bits are rounded.
+
+    method  key of calibration.record.METHODS
+    text    that the model reads if its inputs are asked for; None: the one that ships with the compiler
+    """
+
+    method: str = "best"
+    text: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise RequestError(f"unknown quantization method {self.method!r}; known: {', '.join(METHODS)}")
+        if self.method == "rtn" and self.text is not None:
+            raise RequestError(f"weights that are rounded to nearest need no calibration text; leave {self.text} out")
+
+
+def by_rank(weight: PackedWeight) -> list[PackedWeight]:
+    """The weight as each rank holds it; one where all hold the same."""
+    ranks = num_ranks_of(weight.expr)
+    return [replace(weight, expr=at_rank(weight.expr, rank)) for rank in range(ranks)] if ranks > 1 else [weight]
+
+
 def write_weights(writer: EngineWriter, weights: Sequence[PackedWeight], checkpoint: Checkpoint,
                   tokenizer: Mapping[str, bytes], rounding: Rounding, clock: Clock, cache: BuildCache | None,
                   ) -> WrittenWeights:
@@ -45,6 +70,7 @@ def write_weights(writer: EngineWriter, weights: Sequence[PackedWeight], checkpo
     from threadpoolctl import threadpool_limits
 
     size = sum(weight.size_bytes for weight in weights)
+    text = default_text() if rounding.text is None else read_text(rounding.text)
     with clock.stage("read", f"digests of {len(checkpoint.names())} tensors"):
         digests = tensor_digests(checkpoint, cache)
     calibration = Calibration()
@@ -62,20 +88,14 @@ def write_weights(writer: EngineWriter, weights: Sequence[PackedWeight], checkpo
     with clock.stage("weights", f"{len(weights)} tensors, {size / 1e6:.0f} MB"), threadpool_limits(1, "blas"):
         for number, weight in enumerate(weights, 1):
             clock.progress("weights", f"{number}/{len(weights)} {weight.label}")
-            data = packed(weight, checkpoint, digests, calibration, keeping)
-            member = writer.add_weight(data)
-            blob = member.removeprefix("weights/").removesuffix(".bin")
-            assert member == weight_name(blob)
-            written[weight.name] = Weight(blob, data.nbytes, weight.label, weight.expr.shape, weight.packing.scheme)
-    num_calibrated, small = len(calibration.numbers), [w for w in weights if w.packing.scheme == "w4a8"]
-    record = calibration_record(num_calibrated, len(small) - num_calibrated, tokenizer)
-    return WrittenWeights(written, checkpoint_digest(digests), num_calibrated, record,
-                          (*calibration.warnings, *_experts_warning(small)))
-
-    text = default_text() if rounding.text is None else read_text(rounding.text)
-
-    text = default_text() if rounding.text is None else read_text(rounding.text)
-def _experts_warning(weights: Sequence[PackedWeight]) -> list[str]:
-    experts = [weight for weight in weights if len(weight.expr.shape) == 3]
-    return [f"the experts' weights ({len(experts)} tensors, such as {experts[0].label}) are rounded to nearest: "
-            "calibration does not cover them"] if experts else []
+            blobs = []
+            for of_rank in by_rank(weight):
+                data = packed(of_rank, checkpoint, digests, calibration, keeping)
+                member = writer.add_weight(data)
+                blobs.append(member.removeprefix("weights/").removesuffix(".bin"))
+                assert member == weight_name(blobs[-1])
+            written[weight.name] = Weight(blobs[0], weight.size_bytes, weight.label, weight.expr.shape,
+                                          weight.packing.scheme, tuple(blobs) if len(blobs) > 1 else ())
+    record = calibration_record([calibration.method(weight) for weight in grids], text.name,
+                                text.sha256, calibration.inputs.num_tokens if calibration.inputs else 0)
+    return WrittenWeights(written, checkpoint_digest(digests), record["num_weights"], record, calibration.warnings)
