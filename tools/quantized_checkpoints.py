@@ -78,7 +78,7 @@ def _compressed(form: str, **weights: Any) -> Callable[[Path], list[list[float]]
             QuantizationStatus,
             apply_quantization_config,
         )
-        from compressed_tensors.quantization.utils import calculate_qparams
+        from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
         model = _model()
         arguments = QuantizationArgs(**weights)
         scheme = QuantizationScheme(targets=["Linear"], weights=arguments)
@@ -92,7 +92,10 @@ def _compressed(form: str, **weights: Any) -> Callable[[Path], list[list[float]]
             low, high = groups.amin(2), groups.amax(2)
             if weights["strategy"] == "tensor":
                 low, high = low.min().reshape(1), high.max().reshape(1)
-            scale, zero = calculate_qparams(low, high, arguments)
+            outer = generate_gparam(low.min(), high.max()) if weights["strategy"] == "tensor_group" else None
+            scale, zero = calculate_qparams(low, high, arguments, global_scale=outer)
+            if outer is not None:
+                module.weight_global_scale.data = outer
             module.weight_scale.data = scale.to(module.weight_scale.dtype)
             if getattr(module, "weight_zero_point", None) is not None:
                 module.weight_zero_point.data = zero.to(module.weight_zero_point.dtype)
@@ -101,7 +104,7 @@ def _compressed(form: str, **weights: Any) -> Callable[[Path], list[list[float]]
         model.save_pretrained(folder)
         compressor.update_config(str(folder))
         compressor.decompress_model(model)
-        return _logits(model)
+        return _logits(model.float())
     return write
 
 
@@ -180,6 +183,12 @@ FORMATS: dict[str, Callable[[Path], list[list[float]]]] = {
     "compressed-w4a16": _compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=GROUP),
     "compressed-w4a16-zeros": _compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=GROUP,
                                           symmetric=False),
+    "compressed-nvfp4": _compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group",
+                                    group_size=16, scale_dtype="torch.float8_e4m3fn", zp_dtype="torch.float8_e4m3fn"),
+    "compressed-mxfp4": _compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32,
+                                    scale_dtype="torch.uint8", zp_dtype="torch.uint8"),
+    "compressed-mxfp8": _compressed("mxfp8-quantized", num_bits=8, type="float", strategy="group", group_size=32,
+                                    scale_dtype="torch.uint8", zp_dtype="torch.uint8"),
     "gptq": _gptq(4, False),
     "gptq-act-order": _gptq(4, True),
     "gptq-8-bits": _gptq(8, False),

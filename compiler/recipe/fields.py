@@ -70,7 +70,7 @@ _SHARED: Mapping[str, Field] = {
 }
 BUILD: Mapping[str, Field] = {
     "targets": Field("texts", "What to build for; each with each precision. See: ingot targets.", required=True),
-    "precisions": Field("texts", "Each with each target; auto searches one for each layer.", required=True,
+    "precisions": Field("texts", "Each with each target. auto: found for each layer.", required=True,
                         choices=(*_precisions(), AUTO)),
     **_SHARED,
 }

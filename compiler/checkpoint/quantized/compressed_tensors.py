@@ -6,6 +6,8 @@
                           weight_scale [N, G], weight_zero_point i32 [N * bits / 32, G]; weight_g_idx i32 [K] where
                           channels are in act-order
     nvfp4-pack-quantized  weight_packed u8 [N, K/2]; weight_scale e4m3 [N, K/16], divided by weight_global_scale f32 [1]
+    mxfp4-pack-quantized  weight_packed u8 [N, K/2]; weight_scale u8 [N, K/32], powers of two (e8m0)
+    mxfp8-quantized       weight e4m3 [N, K]; weight_scale u8 [N, K/32], powers of two (e8m0)
 """
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ from .fp8 import NOT_USED_INPUT_SCALES, NOT_USED_KV_SCALES, float8_weight
 from .weights import Grid, Quantized, QuantizedWeight, Tensors, grid_of, scaled, spread
 
 FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized",
-           "mixed-precision")
+           "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision")
 
 
 def read_compressed_tensors(tensors: Tensors, config: Mapping[str, Any]) -> Quantized:
@@ -57,7 +59,7 @@ def read_compressed_tensors(tensors: Tensors, config: Mapping[str, Any]) -> Quan
 def _weight(tensors: Tensors, base: str, weights: list[Mapping[str, Any]]) -> QuantizedWeight:
     name, packed, scale = f"{base}.weight", f"{base}.weight_packed", f"{base}.weight_scale"
     if packed in tensors:
-        return _nvfp4(tensors, base) if tensors.dtype(packed) == "U8" else _packed(tensors, base, weights)
+        return _fp4(tensors, base) if tensors.dtype(packed) == "U8" else _packed(tensors, base, weights)
     kind = tensors.dtype(name) if name in tensors else "nothing"
     if kind == "F8_E4M3":
         tensors.drop((f"{base}.weight_zero_point",))
@@ -107,11 +109,15 @@ def _packed(tensors: Tensors, base: str, weights: list[Mapping[str, Any]]) -> Qu
     return QuantizedWeight(elementwise("mul", centred, by_channel(scales)), shown, keeps)
 
 
-def _nvfp4(tensors: Tensors, base: str) -> QuantizedWeight:
+def _fp4(tensors: Tensors, base: str) -> QuantizedWeight:
+    """NVFP4, or MXFP4, whose scales are powers of two and have none above them."""
     weight = decode("e2m1", unpack_columns(tensors.leaf(f"{base}.weight_packed", 2), 8, 4))
-    scales, outer = tensors.leaf(f"{base}.weight_scale", 2), tensors.leaf(f"{base}.weight_global_scale")
-    (n, k), groups = weight.shape, scales.shape[1]
-    if scales.shape[0] != n or k % groups:
+    scales, power = tensors.scales(f"{base}.weight_scale"), tensors.dtype(f"{base}.weight_scale") in ("U8", "F8_E8M0")
+    (n, k), groups = weight.shape, scales.shape[-1]
+    if scales.shape != (n, groups) or k % groups:
         raise tensors.misfit(f"{base}.weight", weight.shape, f"{base}.weight_scale")
-    both = apply("div", (scales, reshape(outer, (1, 1))), scales.type)
-    return QuantizedWeight(scaled(weight, both, Grid(1, k // groups)), f"nvfp4, groups of {k // groups}")
+    if not power:
+        outer = tensors.leaf(f"{base}.weight_global_scale")
+        scales = apply("div", (scales, reshape(outer, (1, 1))), scales.type)
+    shown = f"{'mxfp4' if power else 'nvfp4'}, groups of {k // groups}"
+    return QuantizedWeight(scaled(weight, scales, Grid(1, k // groups)), shown)

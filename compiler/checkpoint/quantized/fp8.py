@@ -30,7 +30,7 @@ def read_fp8(tensors: Tensors, config: Mapping[str, Any]) -> Quantized:
 
 def float8_weight(tensors: Tensors, base: str, scale: str, block: tuple[int, int] | None = None) -> QuantizedWeight:
     """e4m3 [N, K] times its scale: one, one a row, or one a block."""
-    weight, scales = tensors.leaf(f"{base}.weight", 2), tensors.leaf(scale)
+    weight, scales = tensors.leaf(f"{base}.weight", 2), tensors.scales(scale)
     n, k = weight.shape
     grid = grid_of((n, k), scales.shape, block)
     if grid is None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ...ir.types import DType
-from ...weights.expr import WeightExpr, elementwise, permute, repeat, reshape, scale_columns, tensor
+from ...weights.expr import WeightExpr, decode, elementwise, permute, repeat, reshape, scale_columns, tensor
 from ..errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -68,6 +68,11 @@ class Tensors:
                                   "dimensions")
         integer = self.dtype(name) in ("I64", "I32", "I16", "I8", "U8")
         return tensor(name, shape, DType.I32 if integer else DType.F32)
+
+    def scales(self, name: str) -> WeightExpr:
+        """As leaf, f32; bytes are exponents of two (e8m0)."""
+        leaf = self.leaf(name)
+        return decode("e8m0", leaf) if self.dtype(name) == "U8" else leaf
 
     def optional(self, name: str, rank: int | None = None) -> WeightExpr | None:
         return self.leaf(name, rank) if name in self else None

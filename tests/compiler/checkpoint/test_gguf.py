@@ -10,6 +10,8 @@ import pytest
 from ingot.compiler.checkpoint.errors import CheckpointError
 from ingot.compiler.checkpoint.gguf_file import read_gguf_header
 from ingot.compiler.checkpoint.open import open_checkpoint
+from ingot.compiler.checkpoint.quantized import quantization_report, stored_schemes, stored_weights
+from ingot.compiler.weights.expr import concat, permute, reshape
 
 KINDS = [gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")]
 
@@ -87,3 +89,19 @@ def test_a_type_that_is_not_known(path: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.gguf").write_bytes(data)
     with pytest.raises(CheckpointError, match=r"tensor vector has the GGML type 250, which the gguf package"):
         read_gguf_header(tmp_path / "bad.gguf")
+
+
+def test_what_it_stores_is_told_and_what_is_kept(path: Path) -> None:
+    """To the bit: Q4_0 and Q4_1 in four bits, Q8_0 in eight; but not where the model divides their blocks."""
+    checkpoint = open_checkpoint(path)
+    found = stored_weights(checkpoint)
+    assert found is not None and stored_schemes(checkpoint) == {"w.Q4_0": "w4a8", "w.Q4_1": "w4a8", "w.Q8_0": "int8g32"}
+    leaf = {name: found.weights[name].expr for name in found.weights}
+    turned = reshape(permute(reshape(leaf["w.Q4_0"], (3, 2, 64)), (1, 0, 2)), (6, 64))
+    packed = [(concat([turned, leaf["w.Q4_1"]], 0), "w4a8"), (leaf["w.Q8_0"], "int8g32"), (leaf["w.Q8_0"], "w4a8"),
+              (permute(leaf["w.Q4_1"], (1, 0)), "w4a8"), (leaf["w.Q5_0"], "int8g32")]
+    report, lines = quantization_report(found, packed, "cpu")
+    rows = {(row["format"], row["scheme"], row["kept"]): row["count"] for row in report["weights"]}
+    assert rows == {("Q4_0", "w4a8", True): 1, ("Q4_1", "w4a8", True): 1, ("Q4_1", "w4a8", False): 1,
+                    ("Q8_0", "int8g32", True): 1, ("Q8_0", "w4a8", False): 1, ("Q5_0", "int8g32", False): 1}
+    assert len(lines) == 3 and any("holds as Q5_0 become int8g32" in line for line in lines)

@@ -147,6 +147,27 @@ def compressed_nvfp4(w: torch.Tensor) -> Written:
     return {"weight_packed": codes, "weight_scale": scale, "weight_global_scale": (1 / outer).reshape(1)}, value
 
 
+def powers_of_two(w: torch.Tensor, most: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(groups of 32, their scale, that scale's exponent as e8m0); the largest is at most `most` steps."""
+    groups = w.reshape(len(w), -1, 32)
+    exponent = torch.ceil(torch.log2(groups.abs().amax(2) / most))
+    return groups, (2.0 ** exponent)[..., None], (exponent + 127).to(torch.uint8)
+
+
+def compressed_mxfp4(w: torch.Tensor) -> Written:
+    groups, scale, exponent = powers_of_two(w, 6)
+    codes = e2m1_codes(groups / scale).reshape(w.shape)
+    packed = (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8)
+    value = (E2M1[codes].reshape(groups.shape) * scale).reshape(w.shape)
+    return {"weight_packed": packed, "weight_scale": exponent}, value
+
+
+def compressed_mxfp8(w: torch.Tensor) -> Written:
+    groups, scale, exponent = powers_of_two(w, 448)
+    q = (groups / scale).to(torch.float8_e4m3fn)
+    return {"weight": q.reshape(w.shape), "weight_scale": exponent}, (q.float() * scale).reshape(w.shape)
+
+
 def compressed_int8(w: torch.Tensor) -> Written:
     q, scale, value = int8_row(w)
     return {"weight": q, "weight_scale": scale[:, None]}, value
@@ -241,6 +262,10 @@ LAYOUTS = {
                                     type="int", strategy="group", group_size=128),
     "compressed w4a16 zeros": _compressed(compressed_w4a16_zero, "pack-quantized", "int4, groups of 32", "w4a8",
                                           num_bits=4, type="int", strategy="group", group_size=32, symmetric=False),
+    "compressed mxfp4": _compressed(compressed_mxfp4, "mxfp4-pack-quantized", "mxfp4, groups of 32", num_bits=4,
+                                    type="float", strategy="group", group_size=32),
+    "compressed mxfp8": _compressed(compressed_mxfp8, "mxfp8-quantized", "fp8, groups of 32", num_bits=8, type="float",
+                                    strategy="group", group_size=32),
     "compressed nvfp4": _compressed(compressed_nvfp4, "nvfp4-pack-quantized", "nvfp4, groups of 16", num_bits=4,
                                     type="float", strategy="tensor_group", group_size=16),
     "awq": Layout(awq, {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm", "zero_point": True},
