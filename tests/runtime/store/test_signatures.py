@@ -195,9 +195,9 @@ def test_nothing_of_a_refused_engine_is_loaded(mock_path: Path, keys: tuple[str,
     loaded = []
     real = loading.load_program
 
-    def load_program(*arguments: Any) -> Program:
+    def load_program(*arguments: Any, **options: Any) -> Program:
         loaded.append(1)
-        return real(*arguments)
+        return real(*arguments, **options)
 
     monkeypatch.setattr(loading, "load_program", load_program)
     store = Store(tmp_path / "store")
