@@ -16,6 +16,10 @@ from tools.demo_models import MODELS, Result, Unreachable, provide
 # the emulator here, also after transformers has imported Triton for some reason of its own.
 os.environ["TRITON_INTERPRET"] = "1"
 
+# Where pytest runs several processes they share the cores: threads of numpy and torch in each would wait for others.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests marked slow too")
