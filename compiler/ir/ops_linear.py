@@ -37,7 +37,8 @@ def _infer_linear(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tupl
     y = TensorType((*x.shape[:-1], _features(int(w.shape[0]), attrs)))
     residual = rest.pop() if attrs.get("residual") else y
     require(residual.shape == y.shape, f"linear that gives {y}, added to {residual}")
-    require(len(rest) < 2 and (not rest or rest[0].shape == w.shape[:1]), f"linear with weight {w} and bias {rest}")
+    require(len(rest) < 2 and (not rest or rest[0].shape == w.shape[:1]),
+            f"linear with weight {w} and bias {', '.join(map(str, rest))}")
     return (y,)
 
 
@@ -108,7 +109,8 @@ def _infer_expert_linear(types: Sequence[TensorType], attrs: Mapping[str, Any]) 
             and x.shape[:-1] in (ids.shape, ids.shape[:1]), f"expert_linear of {x} by {ids} with weight {w}")
     width = row_bytes(int(w.shape[2]), SCHEMES[attrs["scheme"]]) if x.dtype == DType.U8 else w.shape[2]
     require(x.shape[-1] == width, f"expert_linear of {x} with weight {w}")
-    require(not bias or bias[0].shape == w.shape[:2], f"expert_linear with weight {w} and bias {bias}")
+    require(not bias or bias[0].shape == w.shape[:2],
+            f"expert_linear with weight {w} and bias {', '.join(map(str, bias))}")
     return (TensorType((*ids.shape, _features(int(w.shape[1]), attrs))),)
 
 

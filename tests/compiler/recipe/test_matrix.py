@@ -59,11 +59,11 @@ def test_outcomes_come_in_order_and_a_failure_stops_none(cache_folder: Path, tin
 
 def test_jobs_are_bounded_by_cores_and_memory(tiny_checkpoint: Path, tmp_path: Path,
                                               monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = [request(tiny_checkpoint, tmp_path, "w4a8")] * 10
+    asked, needed = [request(tiny_checkpoint, tmp_path, "w4a8")] * 10, matrix.BUILD_BYTES + matrix.CALIBRATION_BYTES
     monkeypatch.setattr(matrix, "available_cores", lambda: 8)
     monkeypatch.setattr(matrix, "available_memory_bytes", lambda: 1 << 50)
     assert default_jobs(asked) == 8 and default_jobs(asked[:3]) == 3
-    monkeypatch.setattr(matrix, "available_memory_bytes", lambda: 5_000_000_000)
+    monkeypatch.setattr(matrix, "available_memory_bytes", lambda: 2 * needed + 1)
     assert default_jobs(asked) == 2
     monkeypatch.setattr(matrix, "available_memory_bytes", lambda: 0)
     assert default_jobs(asked) == 1
