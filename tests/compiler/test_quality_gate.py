@@ -180,7 +180,7 @@ def test_the_manifest_tells_what_became_of_quantized_weights(tmp_path: Path) -> 
 
     found, warnings = built("modelopt fp8", "int8")
     assert found["method"] == "ModelOpt FP8"
-    assert found["weights"] == [{"format": "fp8, one scale a tensor", "scheme": "int8", "kept": False, "count": 14}]
+    assert found["weights"] == [{"format": "fp8, one scale a tensor", "scheme": "int8g32", "kept": False, "count": 14}]
     assert any("14 weights that the checkpoint holds as fp8, one scale a tensor become int8" in w for w in warnings)
     assert any("scales of the KV cache are not used" in w for w in warnings)
     found, warnings = built("gptq", "w4a8")
