@@ -106,9 +106,9 @@ def plan_row(build: Build) -> list[str]:
     if build.error:
         return [f"{build.seconds:.1f} s", build.error, "", "", "", ""]
     manifest = build.facts["manifest"]
-    memory, gpu = manifest["memory"], manifest["target"]["memory_bytes"]
-    taken = memory["weights_bytes"] + memory["arena_bytes"] + memory["workspace_bytes"]
-    tokens = max(0, int(0.9 * gpu - taken)) // memory["kv_bytes_per_token"]
+    memory = manifest["memory"]
+    taken = memory["fixed_bytes"]
+    tokens = max(0, int(0.9 * memory["device_bytes"] - taken)) // memory["kv_bytes_per_token"]
     return [f"{build.seconds:.1f} s", str(len(manifest["kernels"])), size(memory["weights_bytes"]),
             size(memory["arena_bytes"] + memory["workspace_bytes"]), size(taken), f"{tokens:,}"]
 
