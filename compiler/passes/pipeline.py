@@ -42,8 +42,8 @@ KV_DTYPES = {"fp32": DType.F32, "bf16": DType.BF16, "fp16": DType.F16, "fp8": DT
 """Precision of the KV cache, as users name it -> element type."""
 
 
-def cpu_pipeline(precision: Precision, kv: str, stored: Mapping[str, str] | None = None) -> list[Pass]:
-    """From the imported graph to the one that is lowered, for CPU targets. stored: see assign_precision."""
+def _raised(precision: Precision, stored: Mapping[str, str] | None) -> list[Pass]:
+    """From the imported graph to operators of the field, with a scheme for every matrix; for all targets."""
     return [
         ("fold_constants", fold_constants),
         ("raise_linear", raise_linear),
@@ -56,6 +56,13 @@ def cpu_pipeline(precision: Precision, kv: str, stored: Mapping[str, str] | None
         ("assign_precision", partial(assign_precision, precision=precision, stored=stored)),
         ("split_input_scales", split_input_scales),
         ("smooth_inputs", smooth_inputs),
+    ]
+
+
+def cpu_pipeline(precision: Precision, kv: str, stored: Mapping[str, str] | None = None) -> list[Pass]:
+    """From the imported graph to the one that is lowered, for CPU targets. stored: see assign_precision."""
+    return [
+        *_raised(precision, stored),
         ("merge_linears", merge_linears),
         ("place_kv", partial(place_kv, kv_dtype=KV_DTYPES[kv])),
         ("fuse_rope_kv_write", fuse_rope_kv_write),
@@ -74,17 +81,7 @@ def gpu_pipeline(precision: Precision, kv: str, stored: Mapping[str, str] | None
     """
     divide: list[Pass] = [("shard", partial(shard_graph, num_ranks=num_ranks))] if num_ranks > 1 else []
     return [
-        ("fold_constants", fold_constants),
-        ("raise_linear", raise_linear),
-        ("raise_norms", raise_norms),
-        ("raise_rope", raise_rope),
-        ("bring_last", bring_last),
-        ("fold_constants", fold_constants),
-        ("merge_duplicates", merge_duplicates),
-        ("gather_logits", gather_logits),
-        ("assign_precision", partial(assign_precision, precision=precision, stored=stored)),
-        ("split_input_scales", split_input_scales),
-        ("smooth_inputs", smooth_inputs),
+        *_raised(precision, stored),
         *divide,
         ("spell_out_matrices", spell_out_matrices),
         ("merge_linears", merge_linears),
