@@ -43,6 +43,7 @@ from ingot.runtime.engine_format import (
 )
 from ingot.runtime.errors import RequestError, WorkFailed
 from ingot.runtime.manifest import canonical_json, check_manifest, parse_canonical, weight_name
+from ingot.runtime.store.blobs import sync_folder
 from ingot.runtime.store.store import Store
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -216,7 +217,7 @@ class EngineWriter:
                 os.replace(self._temporary, self.path)
             else:
                 self._rename_to_new()
-            _sync_folder(self.path.parent)
+            sync_folder(self.path.parent)
         os.close(self._fd)
         self._fd = -1
 
@@ -307,11 +308,3 @@ def _remove_abandoned(target: Path) -> None:
                     os.unlink(path)
                 finally:
                     os.close(fd)
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -178,10 +178,7 @@ def _topk(low: Lowering, node: Node) -> None:
 
 def _scatter(low: Lowering, node: Node) -> None:
     x, index, source = node.values
-    rows = [low.type(value).shape[:-1] for value in node.values if low.type(value).shape]
-    if any(shape != rows[0] for shape in rows):
-        raise CannotCompile(f"scatter into {low.type(x)} of {low.type(source)} by {low.type(index)}: the kernel takes "
-                            f"all of them with the same rows\n  in {node.origin}")
+    low.require_same_rows(node)
     kernel = select_cpu.scatter(low.rows(x), low.width(x), low.width(index),
                                 low.width(source) if low.type(source).shape else 0, low.type(x).dtype.size_bytes)
     out = low.in_place(node.output, x, beside=(index, source)) or low.output(node.output)

@@ -4,7 +4,6 @@ from __future__ import annotations
 from ingot.plugins.matmul import tactics as matmul_tactics
 from ingot.plugins.select import tactics as select_tactics
 
-from ..errors import CannotCompile
 from ..ir.graph import Node
 from ..ir.types import DType
 from ..plan.plan import Arg
@@ -45,10 +44,7 @@ def emit_topk(low: GpuLowering, node: Node) -> None:
 
 def emit_scatter(low: GpuLowering, node: Node) -> None:
     x, index, source = node.values
-    rows = [low.type(value).shape[:-1] for value in node.values if low.type(value).shape]
-    if any(shape != rows[0] for shape in rows):
-        raise CannotCompile(f"scatter into {low.type(x)} of {low.type(source)} by {low.type(index)}: the kernel takes "
-                            f"all of them with the same rows\n  in {node.origin}")
+    low.require_same_rows(node)
     assert low.stored[x] == low.stored[source] == low.stored[node.output], f"scatter moves elements: {node.origin}"
     problem = select_tactics.Scatter(*_rows(low, x), low.width(index),
                                      low.width(source) if low.type(source).shape else 0, low.stored[x])

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ..errors import CannotCompile
 from ..ir.graph import Graph, Node
 from ..ir.types import Dim, TensorType, concrete, extent, product, split_dim
 from ..weights.packed import RAW, Packing, WeightTable
@@ -159,6 +160,14 @@ class BaseLowering:
         self.last_reader[place.arg.name] = max(self.last_reader[place.arg.name],
                                                self.last_reader.get(value, self.position))
         return place.arg
+
+    def require_same_rows(self, node: Node) -> None:
+        """Of scatter: raises CannotCompile unless all operands but a lone element have the same rows."""
+        x, index, source = node.values
+        rows = [self.type(value).shape[:-1] for value in node.values if self.type(value).shape]
+        if any(shape != rows[0] for shape in rows):
+            raise CannotCompile(f"scatter into {self.type(x)} of {self.type(source)} by {self.type(index)}: the kernel "
+                                f"takes all of them with the same rows\n  in {node.origin}")
 
     def users(self, value: str) -> list[Node]:
         """The nodes that read a value, through views."""

@@ -16,14 +16,13 @@ from ..engine_file import EngineFile
 from ..engine_format import EngineFormatError
 from ..errors import RequestError, WorkFailed
 from ..host import available_cores
-from ..manifest import weight_name
 from ..program import Limits, check_plan_version
 from ..sampling_inputs import Float32Array, StepOutputs, work_bytes
 from ..step import StepInputs
 from .cpu_plan import BoundBucket, Places, bind_bucket
-from .host_memory import Bytes, KvBlocks, anonymous
+from .host_memory import KvBlocks, anonymous
 from .native_code import STEP_ARRAYS, NativeCode, Step
-from .plan_fields import arena_bytes, check_buckets, kv_layout, vocab_size
+from .plan_fields import arena_bytes, check_buckets, kv_layout, mapped_weight, vocab_size
 from .traced_values import decode, value_bytes, value_shape
 
 MAX_WORKERS = 1024
@@ -88,17 +87,12 @@ class CpuProgram:
             inputs.sampling.use_work(work)
 
         # Mapped arrays must live as long as kernels may read them.
-        self._mapped = {name: self._map(entry["blob"], entry["size"]) for name, entry in plan["weights"].items()}
+        self._mapped = {name: mapped_weight(self._engine, entry["blob"], entry["size"])
+                        for name, entry in plan["weights"].items()}
         self._weights = {name: (int(data.ctypes.data), data.size) for name, data in self._mapped.items()}
         self.weights_bytes = sum({entry["blob"]: entry["size"] for entry in plan["weights"].values()}.values())
         self.arena_bytes = arena_bytes(plan)
         self._arena = anonymous(self.arena_bytes + 64, "the arena")
-
-    def _map(self, blob: str, size: int) -> Bytes:
-        data = self._engine.map(weight_name(blob))
-        if data.size != size:
-            raise EngineFormatError(f"plan.weights: {weight_name(blob)} has {data.size} bytes, expected {size}")
-        return data
 
     def launch(self, inputs: StepInputs) -> None:
         number, index = self._prepare(inputs)

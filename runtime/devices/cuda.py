@@ -23,7 +23,6 @@ from ..engine_file import EngineFile
 from ..engine_format import EngineFormatError
 from ..errors import RequestError, WorkFailed
 from ..kv_memory import KvCacheSizeError
-from ..manifest import weight_name
 from ..program import EngineMismatch, Limits, check_plan_version
 from ..sampling_inputs import Float32Array, StepOutputs
 from ..step import StepInputs, StepLayout
@@ -31,8 +30,10 @@ from .cuda_driver import CudaError, Driver, GpuInfo, find_gpu, load_driver
 from .cuda_graph import StepGraph, launch_alone
 from .cuda_kernels import CudaKernels
 from .cuda_memory import ALIGNMENT, Bytes, CudaContext, MemoryNeeds, upload
+from .gpu_collective import num_ranks
 from .gpu_kernels import check_members
 from .gpu_plan import BoundBucket, GpuPlan, Places
+from .plan_fields import mapped_weight
 from .traced_values import decode, value_bytes, value_shape
 
 DEFAULT_FRACTION = 0.9
@@ -176,10 +177,7 @@ class CudaProgram:
     def _pieces(self, blobs: dict[str, int], offsets: dict[str, int]) -> Iterator[tuple[int, Bytes]]:
         """The weights and where they go."""
         for blob, size in blobs.items():
-            data = self._engine.map(weight_name(blob))
-            if data.size != size:
-                raise EngineFormatError(f"plan.weights: {weight_name(blob)} has {data.size} bytes, expected {size}")
-            yield self._weights_address + offsets[blob], data
+            yield self._weights_address + offsets[blob], mapped_weight(self._engine, blob, size)
 
     def launch(self, inputs: StepInputs) -> None:
         index = self._prepare(inputs)
@@ -304,7 +302,7 @@ class CudaProgram:
 def check_target(engine: EngineFile, gpu: GpuInfo) -> None:
     """Raises EngineMismatch unless the engine's code runs on this GPU, or if it is for several."""
     manifest = engine.manifest
-    if (ranks := manifest.get("tensor_parallel", 1)) != 1:
+    if (ranks := num_ranks(engine)) != 1:
         raise EngineMismatch(f"{engine.path} is divided over {ranks} GPUs, which the cuda device cannot run yet.\n"
                              "  Build it for one GPU, or try it on the CPU: --device emulator")
     target, isa = manifest["target"]["name"], manifest["target"]["isa"]

@@ -25,14 +25,14 @@ import numpy as np
 from ..engine_file import EngineFile
 from ..engine_format import EngineFormatError
 from ..errors import RequestError, WorkFailed
-from ..manifest import weight_name
 from ..program import EngineMismatch, Limits, check_plan_version
 from ..sampling_inputs import Float32Array, StepOutputs
 from ..step import StepInputs, StepLayout
-from .gpu_collective import check_collectives, meet
+from .gpu_collective import check_collectives, meet, num_ranks
 from .gpu_kernels import Kernel, TensorMapType, check_members
 from .gpu_plan import BoundBucket, BoundLaunch, BoundTensorMap, GpuPlan, Places
 from .host_memory import Bytes, KvBlocks, anonymous
+from .plan_fields import mapped_weight
 from .traced_values import decode, value_bytes, value_shape
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 TRITON_VERSION = "3.9.0"
 """The one whose interpreter the kernels are written for (plugins/gpu/math.py)."""
 
-MAX_RANKS = 64
 _POISON = 0xFF
 
 
@@ -219,29 +218,13 @@ class _Rank:
         self.arrivals = workspace[: plan.zeroed_bytes]
         workspace[plan.zeroed_bytes :].fill(_POISON)
         # Mapped arrays must live as long as kernels may read them.
-        self._held = {name: _mapped(engine, weight.blobs[rank % len(weight.blobs)], weight.size)
+        self._held = {name: mapped_weight(engine, weight.blobs[rank % len(weight.blobs)], weight.size)
                       for name, weight in plan.weights.items()}
         self.prepared: dict[tuple[int, int], Prepared] = {}
         step = _address(self.step)
         self.buckets = plan.bind(Places(
             _address(self.arena), _address(workspace), {name: _address(data) for name, data in self._held.items()},
             self.blocks.address, {name: step + place.offset for name, place in layout.places.items()}))
-
-
-def _mapped(engine: EngineFile, blob: str, size: int) -> Bytes:
-    data = engine.map(weight_name(blob))
-    if data.size != size:
-        raise EngineFormatError(f"plan.weights: {weight_name(blob)} has {data.size} bytes, expected {size}")
-    return data
-
-
-def num_ranks(engine: EngineFile) -> int:
-    """GPUs that an engine is divided among. Raises EngineFormatError."""
-    ranks = engine.manifest.get("tensor_parallel", 1)
-    if not isinstance(ranks, int) or not 1 <= ranks <= MAX_RANKS:
-        raise EngineFormatError(f"{engine.path}: manifest.json: tensor_parallel: expected 1 to {MAX_RANKS}, "
-                                f"got {ranks!r}")
-    return ranks
 
 
 def _address(memory: Bytes) -> int:

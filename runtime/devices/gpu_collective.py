@@ -8,13 +8,26 @@ from typing import Any
 
 import numpy as np
 
+from ..engine_file import EngineFile
 from ..engine_format import EngineFormatError
 from ..program import Limits
 from .gpu_kernels import ELEMENT_BYTES
 from .gpu_plan import Argument, BoundLaunch, GpuPlan, Place
+from .traced_values import decode
+
+MAX_RANKS = 64
 
 _ROWS = {0: "tokens", 2: "rows of logits"}
 """Where a step's array `sizes` has them."""
+
+
+def num_ranks(engine: EngineFile) -> int:
+    """GPUs that an engine is divided among. Raises EngineFormatError."""
+    ranks = engine.manifest.get("tensor_parallel", 1)
+    if not isinstance(ranks, int) or not 1 <= ranks <= MAX_RANKS:
+        raise EngineFormatError(f"{engine.path}: manifest.json: tensor_parallel: expected 1 to {MAX_RANKS}, "
+                                f"got {ranks!r}")
+    return ranks
 
 
 def check_collectives(plan: GpuPlan, limits: Limits, num_ranks: int) -> None:
@@ -44,11 +57,13 @@ def meet(launches: Sequence[BoundLaunch]) -> None:
     """The same launch of all ranks, in their order. Sums are made in float32 and rounded once."""
     kernel = launches[0].kernel
     element = str(kernel.parameters[0][1])[1:]
+    stored = {"fp32": "f32", "fp16": "f16", "bf16": "bf16"}[element]
     parts = []
     for launch in launches:
         source, _, sizes, rows, width = map(_number, launch.arguments)
         count = int(_array(sizes, 3, "i32")[rows])
-        parts.append(_wide(_array(source, count * width, element), element).reshape(count, width))
+        held = _array(source, count * width, element).view(np.uint8)
+        parts.append(decode(held, (count, width), stored).astype(np.float32))
     whole = np.concatenate(parts, axis=1) if kernel.collective == "all_gather" else np.sum(parts, axis=0)
     for launch in launches:
         _array(_number(launch.arguments[1]), whole.size, element)[:] = _narrow(whole.reshape(-1), element)
@@ -64,12 +79,6 @@ def _array(address: int, count: int, element: str) -> np.ndarray:
     size = count * np.dtype(kind).itemsize
     memory: Any = (ctypes.c_char * size).from_address(address)
     return np.frombuffer(memory, kind)
-
-
-def _wide(values: np.ndarray, element: str) -> np.ndarray:
-    if element == "bf16":
-        return (values.astype(np.uint32) << 16).view(np.float32)
-    return values.astype(np.float32)
 
 
 def _narrow(values: np.ndarray, element: str) -> np.ndarray:

@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from ..engine_file import EngineFile
 from ..engine_format import EngineFormatError
+from ..manifest import weight_name
 from ..program import Limits
 
 DTYPES = {"f32": "float32", "bf16": "uint16", "f16": "float16", "fp8": "uint8", "i8": "int8", "u8": "uint8",
@@ -31,6 +33,14 @@ class KvLayout:
     block_size: int
     block_bytes: int
     parts: Mapping[tuple[int, str], tuple[int, int]]
+
+
+def mapped_weight(engine: EngineFile, blob: str, size: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    """The bytes of a weight, of which there are as many as the plan says."""
+    data = engine.map(weight_name(blob))
+    if data.size != size:
+        raise EngineFormatError(f"plan.weights: {weight_name(blob)} has {data.size} bytes, expected {size}")
+    return data
 
 
 def field(entry: Any, key: str, kind: type, where: str) -> Any:

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .plan_fields import DTYPES
+
 if TYPE_CHECKING:
     from ..step import StepInputs
-
-_TYPES = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16, "fp8": np.uint8, "i8": np.int8, "u8": np.uint8,
-          "i32": np.int32, "bool": np.bool_}
 
 
 def value_shape(dims: Sequence[int | str], inputs: StepInputs) -> tuple[int, ...]:
@@ -26,12 +25,12 @@ def value_shape(dims: Sequence[int | str], inputs: StepInputs) -> tuple[int, ...
 
 
 def value_bytes(shape: Sequence[int], dtype: str) -> int:
-    return math.prod(shape) * np.dtype(_TYPES[dtype]).itemsize
+    return math.prod(shape) * np.dtype(DTYPES[dtype]).itemsize
 
 
 def decode(data: np.ndarray, shape: Sequence[int], dtype: str) -> np.ndarray:
     """u8 [value_bytes] -> the value; bf16 and fp8 (e4m3) as float32."""
-    array: np.ndarray = data.view(_TYPES[dtype]).reshape(shape)
+    array: np.ndarray = data.view(DTYPES[dtype]).reshape(shape)
     if dtype == "bf16":
         return (array.astype(np.uint32) << 16).view(np.float32)
     return _E4M3[array] if dtype == "fp8" else array
