@@ -27,6 +27,7 @@ class Architecture:
     capability     90: what the compiler takes
     precisions     precision -> the matrix instruction that its linear layers must show in the disassembly
     kv_precisions  element types of the KV cache
+    ops_per_clock  operand type -> dense operations of a multiprocessor in a clock
     shared_per_sm, shared_per_block  bytes; registers_per_sm of 32 bits; threads_per_sm, blocks_per_sm resident
     """
 
@@ -34,6 +35,7 @@ class Architecture:
     capability: int
     precisions: dict[str, str]
     kv_precisions: tuple[str, ...]
+    ops_per_clock: dict[str, int]
     shared_per_sm: int
     shared_per_block: int
     registers_per_sm: int
@@ -69,9 +71,12 @@ class Gpu:
 
     @property
     def clock_hz(self) -> float:
-        """That the fp32 rate implies: 128 multiply-adds a clock and multiprocessor, 64 on sm_80."""
-        lanes = 64 if self.arch.capability == 80 else 128
-        return self.tflops["fp32"] * 1e12 / (2 * lanes * self.num_sms)
+        """That the fp32 rate implies."""
+        return self.implied_clock_hz("fp32")
+
+    def implied_clock_hz(self, operand_type: str) -> float:
+        """At which all multiprocessors together reach the rate of an operand type."""
+        return self.tflops[operand_type] * 1e12 / (self.num_sms * self.arch.ops_per_clock[operand_type])
 
     def operand_type(self, precision: str) -> str:
         """The type whose Tensor Core rate a precision's linear layers run at."""
@@ -89,14 +94,18 @@ class Gpu:
 
 _FIGURES = ("num_sms", "memory_gib", "bandwidth_gb_s", "l2_mib", "tflops")
 _KEYS = ("arch", "note", *_FIGURES, "sources")
-_LIMITS = tuple(f.name for f in fields(Architecture)[4:])
+_LIMITS = tuple(f.name for f in fields(Architecture)[5:])
+_CLOCKS_HZ = (0.5e9, 4e9)
+_CLOCK_RATIOS = (0.4, 1.2)
+"""Clock that a matrix rate implies / that of fp32: from half (GeForce) to equal; with sparsity it is 1.7 to 2."""
 
 
 @cache
 def architectures() -> dict[str, Architecture]:
     entries = yaml.safe_load((Path(__file__).parent / "architectures.yaml").read_text())
     return {name: Architecture(name=name, capability=entry["capability"], precisions=entry["precisions"],
-                               kv_precisions=tuple(entry["kv_precisions"]), **entry["limits"])
+                               kv_precisions=tuple(entry["kv_precisions"]), ops_per_clock=entry["ops_per_clock"],
+                               **entry["limits"])
             for name, entry in entries.items()}
 
 
@@ -132,7 +141,25 @@ def parse_gpu(name: str, entry: Any, where: str) -> tuple[Gpu, str]:
     for precision in arch.precisions:
         if (kind := gpu.operand_type(precision)) not in rates:
             raise refuse(f"{arch.name} computes in {precision}, but tflops has no rate of {kind}")
+    if not _CLOCKS_HZ[0] <= gpu.clock_hz <= _CLOCKS_HZ[1]:
+        raise refuse(f"{gpu.num_sms} multiprocessors of {arch.name} need a clock of {gpu.clock_hz / 1e9:.3g} GHz for "
+                     f"the rate of fp32, {rates['fp32']:g} in units of 10^12 operations a second")
+    for kind in rates:
+        if kind in arch.ops_per_clock:
+            _check_rate(gpu, kind, refuse)
     return gpu, str(entry["note"])
+
+
+def _check_rate(gpu: Gpu, kind: str, refuse: Any) -> None:
+    """Raises where no clock of the device gives a rate: one with sparsity, or of another device."""
+    low, high = _CLOCK_RATIOS
+    if low <= gpu.implied_clock_hz(kind) / gpu.clock_hz <= high:
+        return
+    most = high * gpu.clock_hz * gpu.num_sms * gpu.arch.ops_per_clock[kind] / 1e12
+    least = low * gpu.clock_hz * gpu.num_sms * gpu.arch.ops_per_clock[kind] / 1e12
+    raise refuse(f"tflops of {kind}: {gpu.num_sms} multiprocessors of {gpu.arch.name} at {gpu.clock_hz / 1e9:.2f} GHz, "
+                 f"which the rate of fp32 implies, reach {least:.4g} to {most:.4g}, got {gpu.tflops[kind]:g}. "
+                 "Rates are dense: data sheets often print them with sparsity, which is twice as much")
 
 
 def _sources(documents: Any, refuse: Any) -> dict[str, str]:

@@ -36,11 +36,34 @@ def test_figures_are_plausible(target: Target) -> None:
     flops_per_byte = gpu.flops_per_s("bf16") / gpu.bytes_per_s
     assert 70 < flops_per_byte < 425
     assert gpu.tflops["bf16"] == gpu.tflops["fp16"]
-    for kind in {"fp8", "int8"} & set(gpu.tflops):
-        assert gpu.tflops[kind] / gpu.tflops["bf16"] == pytest.approx(2, rel=0.03) or \
-            gpu.tflops[kind] / gpu.tflops["bf16"] == pytest.approx(4, rel=0.01), "GeForce halves 32-bit accumulation"
     assert set(gpu.sources) == {"num_sms", "memory_gib", "bandwidth_gb_s", "l2_mib", "tflops"}
     assert gpu.arch.shared_per_block < gpu.arch.shared_per_sm <= 228 * 1024
+
+
+@pytest.mark.parametrize("target", GPUS, ids=lambda target: target.name)
+def test_rates_follow_from_multiprocessors_operations_a_clock_and_one_clock(target: Target) -> None:
+    """Matrix rates of a device imply one clock, or half of it where its maker halves them; it is the clock of fp32 but
+    on the large chips, whose data sheets give their rates at a lower one (H100: 1.83 and 1.98 GHz)."""
+    gpu = target.gpu
+    assert gpu is not None and set(gpu.tflops) == set(gpu.arch.ops_per_clock)
+    matrix = {kind: gpu.implied_clock_hz(kind) for kind in gpu.tflops if kind != "fp32"}
+    fastest = max(matrix.values())
+    ratios = {kind: clock / fastest for kind, clock in matrix.items()}
+    assert all(ratio == pytest.approx(1, rel=0.015) or ratio == pytest.approx(0.5, rel=0.015)
+               for ratio in ratios.values()), ratios
+    slower = 0.86 if gpu.arch.capability in (90, 100, 103) else 0.98
+    share = 0.5 if target.name in ("a10g", "l40") else 1.0  # by their data sheets, in all types
+    assert slower < fastest / gpu.clock_hz / share < 1.01
+
+
+@pytest.mark.parametrize("target", GPUS, ids=lambda target: target.name)
+def test_each_figure_has_a_document_or_its_derivation(target: Target) -> None:
+    gpu = target.gpu
+    assert gpu is not None
+    for figure, source in gpu.sources.items():
+        assert source.startswith(("NVIDIA ", "derived: ")), f"{figure}: {source}"
+        assert not source.startswith("derived: ") or len(source.split()) > 3, f"{figure}: how is it derived?"
+    assert not gpu.sources["tflops"].startswith("derived: "), "rates are the vendor's"
 
 
 def test_eight_bits_by_architecture() -> None:
@@ -107,6 +130,10 @@ def test_a_users_own_target(tmp_path: Path) -> None:
     ({"speed": 3}, "unknown key 'speed'; the keys are: arch"),
     ({"tflops": {"fp32": 1, "bf16": 2, "fp16": 2, "int8": 4}}, "sm_89 computes in fp8, but tflops has no rate of fp8"),
     ({"tflops": {"fp7": 1}}, "tflops of unknown operand type 'fp7'"),
+    ({"tflops": MINE["tflops"] | {"fp8": 466.4}},
+     "tflops of fp8: 46 multiprocessors of sm_89 at 2.47 GHz, which the rate of fp32 implies, reach 93.12 to 279.4, "
+     "got 466.4. Rates are dense"),
+    ({"num_sms": 23}, "23 multiprocessors of sm_89 need a clock of 4.94 GHz for the rate of fp32"),
     ({"tflops": {"fp8": -1}}, "tflops must map operand types to positive numbers"),
     ({"sources": {"a": ["num_sms"]}}, "memory_gib has no source"),
     ({"sources": {"a": ["num_sms"], "b": ["num_sms"]}}, "num_sms has two sources: 'a' and 'b'"),
