@@ -132,12 +132,6 @@ class Checkpoint:
         from .config import read_config
         return read_config(self.path)
 
-    @cached_property
-    def config_digest(self) -> str:
-        """SHA-256 of the configuration in canonical form: what the imported graph depends on, besides versions. Where
-        the checkpoint lies does not count, nor the type that its weights are stored in."""
-        return hashlib.sha256(config_text(self.config).encode()).hexdigest()
-
     def side_files(self) -> list[Path]:
         """What lies beside the tensors and is small: configuration, tokenizer, chat template. Of a GGUF file none."""
         if self.path.is_file():

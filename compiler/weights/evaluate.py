@@ -2,9 +2,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -29,24 +29,6 @@ class TensorSource(Protocol):
 
 class WeightShapeError(RequestError):
     """A tensor of the checkpoint has another shape than the model's configuration asks for."""
-
-
-WEIGHT_OPS: dict[str, Callable[..., Any]] = dict(UNPACK_OPS)
-"""Operators that exist only in weight expressions: quantization and layouts of kernels."""
-
-ROW_WISE_OPS: set[str] = set(ROW_WISE_UNPACK_OPS)
-"""Those of them whose row i depends on row i of the operands alone: they can be evaluated a piece at a time."""
-
-
-def weight_op(name: str, row_wise: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the decorated numpy function (arrays and attributes -> array or tuple of arrays)."""
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        assert name not in WEIGHT_OPS and name not in OPS, f"weight operator {name} is defined twice"
-        WEIGHT_OPS[name] = function
-        if row_wise:
-            ROW_WISE_OPS.add(name)
-        return function
-    return register
 
 
 def evaluate(expr: WeightExpr, source: TensorSource, rows: tuple[int, int] | None = None) -> np.ndarray:
@@ -77,7 +59,7 @@ def _evaluate(expr: WeightExpr, source: TensorSource, done: dict[WeightExpr, tup
     if whole in done:
         return done[whole][expr.output]
     operands = [_evaluate(o, source, done) if isinstance(o, WeightExpr) else o for o in expr.operands]
-    function = WEIGHT_OPS[expr.op] if expr.op in WEIGHT_OPS else OPS[expr.op].reference
+    function = UNPACK_OPS[expr.op] if expr.op in UNPACK_OPS else OPS[expr.op].reference
     results = as_tuple(function(*operands, **attrs))
     if len(results) > 1:
         done[whole] = results
@@ -124,7 +106,7 @@ def row_slice(expr: WeightExpr, begin: int, end: int) -> WeightExpr:
                 return reshape(inner, (end - begin, *expr.shape[1:]))
         case op if op in EXPANDING_OPS:
             return _expanded_rows(expr, begin, end)
-        case op if op in ROW_WISE_OPS or (op in OPS and OPS[op].kind == "elementwise"):
+        case op if op in ROW_WISE_UNPACK_OPS or (op in OPS and OPS[op].kind == "elementwise"):
             operands = [_rows_of_operand(o, expr, begin, end) for o in expr.operands]
             return replace(expr, operands=tuple(operands),
                            type=TensorType((end - begin, *expr.shape[1:]), expr.type.dtype))
@@ -157,6 +139,6 @@ def _rows_of_operand(operand: WeightExpr | int | float | bool, result: WeightExp
                      ) -> WeightExpr | int | float | bool:
     """An operand that is broadcast along the first axis stays whole."""
     if isinstance(operand, WeightExpr) and operand.shape[:1] == result.shape[:1] and (
-            result.op in ROW_WISE_OPS or len(operand.shape) == len(result.shape)):
+            result.op in ROW_WISE_UNPACK_OPS or len(operand.shape) == len(result.shape)):
         return row_slice(operand, begin, end)
     return operand

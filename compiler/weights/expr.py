@@ -24,7 +24,7 @@ class WeightExpr:
     """op applied to operands: other expressions, or literal scalars.
 
     op      "tensor" (attrs name), "literal" (attrs data: the bytes), or a key of the operator registry or of
-            `evaluate.WEIGHT_OPS`
+            `unpack.UNPACK_OPS`
     attrs   sorted (name, value) pairs; values are hashable
     type    of the result; shapes of constants hold no symbols
     output  which result of an operator that has several
@@ -244,6 +244,14 @@ def take_columns(expr: WeightExpr, index: WeightExpr) -> WeightExpr:
 def scale_columns(expr: WeightExpr, scale: WeightExpr, bits: int) -> WeightExpr:
     """expr f32 [N, K], scale f32 [1, K]; see unpack.scale_columns."""
     return apply("scale_columns", (expr, scale), expr.type, bits=bits)
+
+
+def dequantize(codes: WeightExpr, scales: WeightExpr, kind: str, rows: int, columns: int,
+               factor: WeightExpr | None = None) -> WeightExpr:
+    """codes [.., N, K] times scales and factor, broadcast to it -> f32; see unpack.dequantize, and carried.py for what
+    is made of the codes alone."""
+    operands = (codes, scales) if factor is None else (codes, scales, factor)
+    return apply("dequantize", operands, TensorType(codes.shape, DType.F32), kind=kind, rows=rows, columns=columns)
 
 
 def input_scale(name: str, width: int, head: int = 0, inverse: bool = False) -> WeightExpr:

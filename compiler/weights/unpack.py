@@ -67,9 +67,25 @@ def e8m0(codes: np.ndarray) -> np.ndarray:
     return np.ldexp(np.float32(1), codes - 127)
 
 
-UNPACK_OPS: Mapping[str, Callable[..., Any]] = MappingProxyType({f.__name__: f for f in (
-    unpack_columns, unpack_rows, repeat_columns, repeat_rows, take_columns, scale_columns, e2m1, e8m0)})
+def dequantize(codes: np.ndarray, scales: np.ndarray, factor: np.ndarray | None = None, *, kind: str, rows: int,
+               columns: int) -> tuple[np.ndarray, ...]:
+    """codes [N, K] * (scales * factor), f32; then codes, scales and factor alone, in that shape.
 
-ROW_WISE_UNPACK_OPS = frozenset({"unpack_columns", "repeat_columns", "take_columns", "scale_columns", "e2m1", "e8m0"})
+    scales, factor  f32, broadcast to the codes: scales are equal in every `rows` x `columns` of these
+    kind            of numbers that the codes are: "e4m3", "e2m1", "int8"
+    """
+    both = scales if factor is None else scales * factor
+    parts = (scales,) if factor is None else (scales, factor)
+    return codes * both, codes, *(np.broadcast_to(part, codes.shape) for part in parts)
+
+
+UNPACK_OPS: Mapping[str, Callable[..., Any]] = MappingProxyType({f.__name__: f for f in (
+    unpack_columns, unpack_rows, repeat_columns, repeat_rows, take_columns, scale_columns, e2m1, e8m0,
+    dequantize)})
+
+ROW_WISE_UNPACK_OPS = frozenset({"unpack_columns", "repeat_columns", "take_columns", "scale_columns", "e2m1", "e8m0",
+                                  "dequantize"})
+"""Those whose row i depends on row i of the operands alone: they can be evaluated a piece at a time."""
+
 EXPANDING_OPS = frozenset({"unpack_rows", "repeat_rows"})
 """Row i of the operand makes rows times * i, times * i + 1, … of the result."""

@@ -225,9 +225,7 @@ def test_digests_tell_apart_what_they_should(folder: Path, tmp_path_factory: pyt
     other = with_config(other_folder, json.dumps({**CONFIG, "rms_norm_eps": 1e-3}))
     assert checkpoint.layout_digest == other.layout_digest
     assert checkpoint.tensor_digest("f32") != other.tensor_digest("f32")
-    assert checkpoint.config_digest != other.config_digest
     copy = tmp_path_factory.mktemp("copy")
     shutil.copytree(folder, copy, dirs_exist_ok=True)
     again = open_checkpoint(copy)
-    assert again.config_digest == checkpoint.config_digest
     assert [again.tensor_digest(name) for name in TENSORS] == [checkpoint.tensor_digest(name) for name in TENSORS]
