@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self, overload
 
 import numpy as np
 
-from .devices import default_fraction, free_bytes, load_program
+from .devices import load_program
 from .errors import RequestError, WorkFailed
 from .executor.answer import Answer, Running, make_answers
 from .executor.recorder import Recorder
@@ -26,7 +26,6 @@ from .executor.step_loop import StepLoop
 from .guides import Guides
 from .host import return_free_memory
 from .kv import KvCache, KvSequence
-from .kv_memory import kv_cache_tokens as tokens_in_free_memory
 from .kv_memory import most_useful_tokens
 from .program import Limits, Program, step_logits
 from .prompt import encode
@@ -120,12 +119,9 @@ class Engine:
         """
         file = open_engine(engine, store)
         try:
-            tokens = kv_cache_tokens
-            if tokens is None:
-                tokens = tokens_in_free_memory(file.manifest, default_fraction(file, device),
-                                               available_bytes=lambda: free_bytes(file, device))
-                tokens = min(tokens, most_useful_tokens(file.manifest))
-            loaded = cls(file, load_program(file, tokens, num_workers, device=device), Tokenizer.of(file, not encodes))
+            program = load_program(file, kv_cache_tokens, num_workers, device=device,
+                                   most_kv_tokens=most_useful_tokens(file.manifest))
+            loaded = cls(file, program, Tokenizer.of(file, not encodes))
             return_free_memory()  # loading parses much JSON: what it leaves would stay for as long as the engine serves
             return loaded
         except BaseException:

@@ -119,8 +119,7 @@ def _facts(engine: "Engine", num_prompt_tokens: int, pieces: "list[Piece]", time
     """`times`: of loading, then of each token since the request began, in seconds."""
     load_s, first_s, last_s = times[0], times[1], times[-1]
     later = len(pieces) - 1
-    memory, block_size = engine.file.manifest["memory"], engine.program.block_size
-    kv_tokens = -(-(num_prompt_tokens + later) // block_size) * block_size
+    memory, program = engine.file.manifest["memory"], engine.program
     return {
         "text": "".join(piece.text for piece in pieces),
         "token_ids": [piece.token_id for piece in pieces],
@@ -135,7 +134,7 @@ def _facts(engine: "Engine", num_prompt_tokens: int, pieces: "list[Piece]", time
             "peak_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "weights_bytes": memory.get("weights_bytes"),
             "arena_bytes": memory.get("arena_bytes"),
-            "kv_used_bytes": kv_tokens * memory.get("kv_bytes_per_token", 0),
+            "kv_used_bytes": engine.kv.held(num_prompt_tokens + later) * program.block_bytes,
         },
     }
 

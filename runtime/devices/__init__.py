@@ -87,11 +87,12 @@ def default_fraction(engine: EngineFile, device: str | None = None) -> float:
 
 
 def load_program(engine: EngineFile, kv_cache_tokens: int | None = None, num_workers: int | None = None,
-                 host_kv_tokens: int = 0, *, device: str | None = None,
-                 kv_cache_fraction: float | None = None) -> Program:
+                 host_kv_tokens: int = 0, *, device: str | None = None, kv_cache_fraction: float | None = None,
+                 most_kv_tokens: int | None = None) -> Program:
     """Loads the engine's code and weights, with a KV cache of at least `kv_cache_tokens` tokens.
 
-    kv_cache_tokens: None: kv_cache_fraction of the memory that is free beside all else, by default default_fraction.
+    kv_cache_tokens: None: kv_cache_fraction of the memory that is free beside all else, by default default_fraction,
+    but no more than most_kv_tokens.
     num_workers: threads of a CPU engine, by default one a core that this process may use.
     host_kv_tokens: room for blocks that are kept in the host's memory. device: as device_of takes it.
     Raises EngineMismatch if the engine is for another machine, EngineFormatError if its plan is wrong, NoGpu,
@@ -103,8 +104,11 @@ def load_program(engine: EngineFile, kv_cache_tokens: int | None = None, num_wor
         from .cuda import CudaProgram
 
         with _emulator_told(engine):
-            return CudaProgram(engine, kv_cache_tokens, host_kv_tokens, kv_cache_fraction=fraction, ordinal=number)
-    tokens = tokens_in_free_memory(engine.manifest, fraction) if kv_cache_tokens is None else kv_cache_tokens
+            return CudaProgram(engine, kv_cache_tokens, host_kv_tokens, kv_cache_fraction=fraction,
+                               most_kv_tokens=most_kv_tokens, ordinal=number)
+    if (tokens := kv_cache_tokens) is None:
+        tokens = tokens_in_free_memory(engine.manifest, fraction)
+        tokens = tokens if most_kv_tokens is None else min(tokens, most_kv_tokens)
     if name == "emulator":
         from .emulator import EmulatorProgram
 

@@ -39,8 +39,10 @@ from .traced_values import decode, value_bytes, value_shape
 DEFAULT_FRACTION = 0.9
 """Of the memory that is free once everything else is in place: the driver, and others on the GPU, take some later."""
 
-# What graphs take of the GPU's memory, which the driver does not tell before they are built. A guess, on the high side.
-_GRAPH_BYTES, _NODE_BYTES = 1 << 20, 4 << 10
+# What graphs take of the GPU's memory, which the driver does not tell before they are built. 10 KiB a node is what
+# NVIDIA's own cache of graphs reckons with (CUDASTF in CCCL, executable_graph_cache.cuh); a graph may begin a piece of
+# memory of its own, and the driver hands those out in 2 MiB (cuMemGetAllocationGranularity). Not measured here.
+_GRAPH_BYTES, _NODE_BYTES = 2 << 20, 10 << 10
 
 _SHORT_S = 2e-4
 """Shorter steps are not slept through: to be woken up takes part of that."""
@@ -54,9 +56,11 @@ class CudaProgram:
     """
 
     def __init__(self, engine: EngineFile, kv_cache_tokens: int | None = None, host_kv_tokens: int = 0, *,
-                 kv_cache_fraction: float = DEFAULT_FRACTION, ordinal: int = 0, driver: Driver | None = None,
+                 kv_cache_fraction: float = DEFAULT_FRACTION, most_kv_tokens: int | None = None, ordinal: int = 0,
+                 driver: Driver | None = None,
                  progress: Callable[[int], None] = lambda size: None) -> None:
-        """kv_cache_tokens: room of the KV cache; None: kv_cache_fraction of what is free beside everything else.
+        """kv_cache_tokens: room of the KV cache; None: kv_cache_fraction of what is free beside everything else, but
+        no more than most_kv_tokens.
         progress: is told the bytes of each piece of the weights that has been read.
 
         Raises NoGpu, EngineMismatch, EngineFormatError, KvCacheSizeError, RequestError, WorkFailed; then nothing is
@@ -81,7 +85,7 @@ class CudaProgram:
             check_shared_memory(engine, plan, self.gpu)
             self._kernels = CudaKernels(context, engine.read)
             self._kernels.load(plan.kernels.values())
-            self._lay_out(plan, limits, kv_cache_tokens, host_kv_tokens, kv_cache_fraction, progress)
+            self._lay_out(plan, limits, kv_cache_tokens, host_kv_tokens, kv_cache_fraction, most_kv_tokens, progress)
         except EngineFormatError as error:
             self.close()
             prefix = f"{engine.path}: "
@@ -98,7 +102,7 @@ class CudaProgram:
         del engine.plan  # megabytes of parsed JSON
 
     def _lay_out(self, plan: GpuPlan, limits: Limits, kv_cache_tokens: int | None, host_kv_tokens: int,
-                 fraction: float, progress: Callable[[int], None]) -> None:
+                 fraction: float, most_kv_tokens: int | None, progress: Callable[[int], None]) -> None:
         context, kv = self._context, plan.kv
         self.block_size, self.block_bytes, self.kv_windows = kv.block_size, kv.block_bytes, kv.windows
         self.vocab_size = plan.vocab_size
@@ -127,7 +131,8 @@ class CudaProgram:
         if needs.total > free:
             raise needs.error(self.gpu, free, "the engine does not fit")
         try:
-            self._allocate(plan, limits, kv_cache_tokens, fraction, graphs,
+            most = None if most_kv_tokens is None else blocks(most_kv_tokens)
+            self._allocate(plan, limits, kv_cache_tokens, fraction, most, graphs,
                            lambda why: needs.error(self.gpu, free, why))
             self.num_host_blocks = blocks(host_kv_tokens)
             self._host_kv = context.pinned(self.num_host_blocks * kv.block_bytes, f"{host_kv_tokens} tokens of KV")
@@ -146,9 +151,10 @@ class CudaProgram:
                 raise
             raise needs.error(self.gpu, free, str(error)) from None
 
-    def _allocate(self, plan: GpuPlan, limits: Limits, kv_cache_tokens: int | None, fraction: float, graphs: int,
-                  too_little: Callable[[str], WorkFailed]) -> None:
-        """All memory of the GPU, cleared; graphs: bytes to leave for them."""
+    def _allocate(self, plan: GpuPlan, limits: Limits, kv_cache_tokens: int | None, fraction: float,
+                  most_blocks: int | None, graphs: int, too_little: Callable[[str], WorkFailed]) -> None:
+        """All memory of the GPU, cleared; most_blocks: of the KV cache, where a fraction is taken; graphs: bytes to
+        leave for them."""
         context, kv, tables = self._context, plan.kv, len(plan.kv.windows)
         self._weights_address = context.allocate(self.weights_bytes)
         self._arena_address = context.allocate(self.arena_bytes)
@@ -160,6 +166,8 @@ class CudaProgram:
         else:
             room = int(fraction * (context.free_bytes() - graphs))
             self.num_blocks = room // kv.block_bytes // tables * tables
+            if most_blocks is not None:
+                self.num_blocks = min(self.num_blocks, most_blocks)
         if self.num_blocks < 1:
             raise too_little(f"no block of the KV cache fits {fraction:.0%} of what is left")
         self.kv_bytes = self.num_blocks * kv.block_bytes

@@ -79,6 +79,12 @@ class KvCache:
             len(group.tables) * group.blocks_at_once(num_tokens, chunk, self.block_size) for group in self.groups
         )
 
+    def held(self, num_tokens: int) -> int:
+        """Blocks over all tables with what the query behind so many tokens of a sequence sees."""
+        whole = -(-num_tokens // self.block_size)
+        return sum(len(group.tables) * (whole - min(whole, group.first_needed(num_tokens, self.block_size)))
+                   for group in self.groups)
+
     def longest(self, limit: int) -> int:
         """The length of the longest sequence, of at most `limit` tokens, that could have the whole cache."""
         return bisect_right(range(1, limit + 1), self.num_blocks, key=self.needed)

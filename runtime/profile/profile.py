@@ -14,7 +14,7 @@ import numpy as np
 
 from ..devices import load_program
 from ..engine_file import EngineFile
-from ..program import EngineMismatch, Limits, Program
+from ..program import Limits, Program
 from ..sampling import SamplingParams
 from ..sampling_state import SequenceSampling
 from ..step import StepInputs
@@ -95,8 +95,7 @@ def profile(engine: EngineFile, phases: Iterable[Phase], num_workers: int | None
               for launch in launches] for phase, launches in zip(phases, buckets, strict=True)]
     loaded = load_program(engine, room, num_workers, device=device)
     try:
-        if not hasattr(loaded, "profile"):
-            raise EngineMismatch("the emulator tells nothing about time: profile the engine on the GPU that it is for")
+        assert hasattr(loaded, "profile"), "the emulator has no times"
         program = cast("ProfiledProgram", loaded)
         found = []
         for phase, launches in zip(phases, facts, strict=True):

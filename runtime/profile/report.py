@@ -32,6 +32,9 @@ def profile_engine(engine: EngineFile, context: int, num_workers: int | None, pr
     Raises RequestError (EngineMismatch, NoGpu, EngineFormatError) or WorkFailed."""
     check_plan_version(engine)
     where = _where(engine, num_workers, device)
+    if where["device"] == "emulator":
+        raise RequestError("the emulator tells nothing about time: profile the engine on the GPU that it is for.\n"
+                           f"  What is expected of it there: ingot inspect {engine.path} --kernels")
     phases = usual_phases(Limits.of(engine.manifest), context)
     found = profile(engine, phases, where["num_workers"], _SECONDS, progress, device)
     progress("ceilings of this machine")

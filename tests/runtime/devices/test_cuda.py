@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,9 @@ pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not install
 
 from ingot.plugins.gpu.floats import from_bf16
 from ingot.runtime.devices.cuda import CudaProgram, _runs, runs_on
+from ingot.runtime.devices.cuda_driver import Driver
+from ingot.runtime.engine import Engine
+from ingot.runtime.engine_file import EngineFile
 from ingot.runtime.program import step_logits
 from ingot.runtime.sampling import SamplingParams
 from ingot.runtime.sampling_inputs import Score
@@ -255,6 +259,19 @@ def test_the_kv_cache_takes_what_is_free(load: Load) -> None:
     assert used >= small.kv_bytes + small.weights_bytes + small.arena_bytes + small.workspace_bytes
     assert small.kv_bytes == small.num_blocks * mock.BLOCK_BYTES > 24 << 20
     assert not view(small, small.num_blocks - 1).any(), "the cache begins cleared"
+
+
+def test_an_engine_looks_at_the_gpu_once(gpu_engine: Path, fake_driver: Callable[..., FakeCuda],
+                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    """One context, and of the free memory no more than the largest batch of the longest sequences can use."""
+    with EngineFile.open(gpu_engine) as file:
+        fake, limits = fake_driver(file, memory_bytes=64 << 20), file.manifest["limits"]
+    monkeypatch.setattr("ingot.runtime.devices.cuda.load_driver", lambda: Driver(fake))
+    with Engine.load(gpu_engine) as engine:
+        assert fake.calls["cuDevicePrimaryCtxRetain"] == 1
+        tokens = limits["max_batch_size"] * limits["max_seq_len"]
+        assert engine.program.num_blocks == -(-tokens // engine.program.block_size) * len(engine.program.kv_windows)
+    fake.assert_nothing_held()
 
 
 def test_blocks_in_clusters(load: Load, tmp_path: Path) -> None:
