@@ -1,16 +1,20 @@
 """The arithmetic of tools/bench/peers: ratios within rounds, rates of a driver, shares of the roofline."""
 
+import argparse
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ingot.runtime.errors import RequestError
 from tools.bench.peers import report
-from tools.bench.peers.__main__ import _chosen
+from tools.bench.peers.__main__ import _chosen, _earlier, _keep, prepare
+from tools.bench.peers.contestants import Contestant
+from tools.bench.peers.environments import run
 from tools.bench.peers.job import Job, Result, measure
-from tools.bench.peers.prepare import _v4_rope
+from tools.bench.peers.prepare import Kitchen, Model, _v4_rope
 
 PEERS = {"Ingot w4a8": "ingot", "A": "a", "B": "b"}
 RESULTS = {
@@ -66,3 +70,35 @@ def test_unknown_peers_are_named() -> None:
 ])
 def test_rope_in_the_words_of_older_libraries(parameters: dict[str, Any], old: dict[str, float]) -> None:
     assert _v4_rope(parameters) == old
+
+
+def test_one_that_cannot_be_prepared_keeps_no_other_from_it(tmp_path: Path) -> None:
+    def lacks_a_program(kitchen: Kitchen) -> Path:
+        run(["no-such-program-anywhere"], tmp_path / "log")
+        raise AssertionError
+
+    def lacks_a_file(kitchen: Kitchen) -> Path:
+        return Path((tmp_path / "nothing").read_text())
+
+    said: list[str] = []
+    kitchen = Kitchen(tmp_path, Model("m", tmp_path, tmp_path), 1, said.append)
+    chosen = [Contestant(name, name, make, lambda *_: Result())
+              for name, make in [("A", lacks_a_program), ("B", lacks_a_file), ("C", lambda _: tmp_path)]]
+    ready, failures = prepare(chosen, kitchen)
+    assert ready == {chosen[2]: tmp_path}
+    assert failures["A"] == "not prepared: no-such-program-anywhere is not installed here"
+    assert "nothing" in failures["B"]
+    assert len(said) == 2
+
+
+def test_an_interrupted_run_goes_on_with_the_next_round(tmp_path: Path) -> None:
+    arguments = argparse.Namespace(model="m", threads=2, peers=None, json=tmp_path / "x.json", resume=True)
+    assert _earlier(arguments) == ({}, [])
+    _keep(arguments, RESULTS, [1.0, 2.0])
+    assert _earlier(arguments) == (RESULTS, [1.0, 2.0])
+    arguments.threads = 4
+    with pytest.raises(RequestError, match=r"x\.json holds rounds of .*'threads': 2.* asked for are .*'threads': 4"):
+        _earlier(arguments)
+    arguments.json = None
+    with pytest.raises(RequestError, match="name it"):
+        _earlier(arguments)

@@ -38,7 +38,10 @@ def run(command: Sequence[str], log: Path, **options: object) -> None:
     with log.open("ab") as output:
         output.write(f"$ {' '.join(command)}\n".encode())
         output.flush()
-        code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, **options).returncode  # type: ignore[call-overload]
+        try:
+            code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, **options).returncode  # type: ignore[call-overload]
+        except FileNotFoundError:
+            raise WorkFailed(f"{command[0]} is not installed here") from None
     if code:
         tail = "\n  ".join(log.read_text(errors="replace").splitlines()[-5:])
         raise WorkFailed(f"{' '.join(command[:4])} … ended with {code}; the whole output: {log}\n  {tail}")

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ingot.runtime.errors import WorkFailed
+
 from .environments import Say, environment, run
 
 LLAMA_CPP = "llama-cpp-python==0.3.36"
@@ -127,7 +129,9 @@ class Kitchen:
                  LLAMA_CPP], log)
             with tarfile.open(next(target.glob("*.tar.gz"))) as archive:
                 archive.extractall(target, filter="data")
-            source = next(target.glob("llama_cpp_python-*/vendor/llama.cpp"))
+            source = next(target.glob("llama_cpp_python-*/vendor/llama.cpp"), None)
+            if source is None:
+                raise WorkFailed(f"{LLAMA_CPP} no longer holds llama.cpp's sources in vendor/llama.cpp")
             run(["cmake", "-S", str(source), "-B", str(target / "build"), "-DCMAKE_BUILD_TYPE=Release",
                  "-DGGML_NATIVE=ON", "-DLLAMA_CURL=OFF", "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF",
                  "-DLLAMA_BUILD_SERVER=OFF"], log)
