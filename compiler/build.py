@@ -25,6 +25,7 @@ from .gpu.generate import generate as generate_for_gpu
 from .ir.dump import dump
 from .ir.graph import Graph
 from .model_facts import ModelFacts
+from .model_shape import model_shape
 from .model_source import CheckpointSource, ConfigSource, ModelSource, open_checkpoint_source
 from .passes.pipeline import cpu_pipeline, gpu_pipeline, run_passes
 from .precision import AUTO, Precision, find_precision, with_layers
@@ -333,7 +334,7 @@ def _manifest(request: BuildRequest, source: ModelSource, facts: ModelFacts, imp
     return {
         "ingot_version": ingot_version(),
         "model": {"name": source.name, "architecture": facts.architecture, "config_sha256": facts.config_sha256,
-                  "vocab_size": program.vocab_size},
+                  "vocab_size": program.vocab_size, **model_shape(imported)},
         "target": {"name": target.name, "kind": target.kind, "isa": target.isa,
                    **program.target_facts()},
         "precision": "mixed" if request.layers else precision.name,

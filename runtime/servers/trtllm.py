@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from smg_grpc_proto import trtllm_service_pb2 as pb
 
+from ..devices.gpu_collective import num_ranks
 from ..sampling import MAX_BAD_WORDS, Guide, SamplingParams
 from .generation import begin, engine_for, raise_if_failed, sampling_params, tell_engine, token_ids
 from .grpc_errors import InvalidField, Unsupported
@@ -112,14 +113,18 @@ class TrtllmService:
 
     async def GetModelInfo(self, request: Message, call: Call) -> pb.GetModelInfoResponse:
         engine = self._context.current
+        model = engine.file.manifest["model"]
         return pb.GetModelInfoResponse(
             model_id=self._context.model_name, max_input_len=engine.limits.max_seq_len - 1,
             max_seq_len=engine.limits.max_seq_len, max_batch_size=engine.limits.max_batch_size,
-            vocab_size=engine.vocab_size, supported_features=["guided_decoding", "kv_cache_retention", "cache_salt"])
+            vocab_size=engine.vocab_size, hidden_size=model.get("hidden_size", 0),
+            num_layers=model.get("num_layers", 0), num_heads=model.get("num_heads", 0),
+            supported_features=["guided_decoding", "kv_cache_retention", "cache_salt"])
 
     async def GetServerInfo(self, request: Message, call: Call) -> pb.GetServerInfoResponse:
-        return pb.GetServerInfoResponse(version=runtime_version(), backend="ingot", tensor_parallel_size=1,
-                                        pipeline_parallel_size=1, context_parallel_size=1, world_size=1)
+        ranks = num_ranks(self._context.current.file)
+        return pb.GetServerInfoResponse(version=runtime_version(), backend="ingot", tensor_parallel_size=ranks,
+                                        pipeline_parallel_size=1, context_parallel_size=1, world_size=ranks)
 
     async def GetTokenizer(self, request: Message, call: Call) -> None:
         await send_tokenizer(self._context.current.file, call)

@@ -143,6 +143,7 @@ def test_manifest_says_what_was_built(built: Callable[[str], BuildResult]) -> No
     manifest = result.manifest
     assert manifest["precision"] == "w4a8" and manifest["kv_precision"] == "bf16"
     assert manifest["model"]["architecture"] == "LlamaForCausalLM" and manifest["model"]["vocab_size"] == 256
+    assert [manifest["model"][name] for name in ("hidden_size", "num_layers", "num_heads")] == [64, 2, 4]
     assert manifest["limits"] == {"max_batch_size": 24, "max_num_tokens": 24, "max_seq_len": 128}
     memory = manifest["memory"]
     assert memory["kv_bytes_per_token"] == 2 * 2 * 2 * 16 * 2  # layers, k and v, heads, width, bytes

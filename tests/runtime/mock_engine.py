@@ -121,7 +121,8 @@ def manifest(**changes: Any) -> dict[str, Any]:
     isa = host_isa()
     return {
         "ingot_version": "0.1.0",
-        "model": {"name": "mock", "architecture": "MockForCausalLM", "config_sha256": "0" * 64},
+        "model": {"name": "mock", "architecture": "MockForCausalLM", "config_sha256": "0" * 64,
+                  "hidden_size": TABLE.shape[1], "num_layers": 1, "num_heads": 1},
         "target": {"name": f"cpu:{isa.name}", "isa": isa.name, "machine": isa.machine,
                    "features": sorted(isa.required)},
         "precision": "fp32",

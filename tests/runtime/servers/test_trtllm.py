@@ -13,7 +13,7 @@ import pytest
 from smg_grpc_proto import trtllm_service_pb2 as pb
 from smg_grpc_proto import trtllm_service_pb2_grpc as rpc
 
-from tests.runtime.mock_engine import EOS, VOCAB_SIZE
+from tests.runtime.mock_engine import EOS, TABLE, VOCAB_SIZE
 from tests.runtime.servers.grpc_replica import LIMITS, MODEL, Replica, next_token, replica, tokenizer
 
 PROMPT = [70, 71, 72]
@@ -310,6 +310,7 @@ def test_what_the_server_tells_about_itself(stub: Any) -> None:
     assert stub.HealthCheck(pb.HealthCheckRequest()).status == "OK"
     info = stub.GetModelInfo(pb.GetModelInfoRequest())
     assert (info.model_id, info.vocab_size, info.max_seq_len) == (MODEL, VOCAB_SIZE, LIMITS.max_seq_len)
+    assert (info.hidden_size, info.num_layers, info.num_heads) == (TABLE.shape[1], 1, 1)
     server = stub.GetServerInfo(pb.GetServerInfoRequest())
     assert server.backend == "ingot" and server.world_size == 1
 
