@@ -1,12 +1,13 @@
 """Inputs of a model's matrices, gathered with one layer in memory at a time, against the whole model."""
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from ingot.compiler.calibration import gather as module
 from ingot.compiler.calibration.gather import gather
@@ -104,30 +105,20 @@ def test_matrices_that_are_stored_the_other_way_round(tmp_path: Path) -> None:
     np.testing.assert_allclose(got.mean_square, (x * x).mean(axis=0), rtol=1e-3)
 
 
-@pytest.fixture(scope="module")
-def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = MixtralConfig(vocab_size=256, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
-                           num_attention_heads=2, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
-                           max_position_embeddings=64)
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("moe") / "mixtral"
-    MixtralForCausalLM(config).save_pretrained(folder)
-    return folder
-
-
-def test_each_expert_has_statistics_of_the_tokens_that_it_gets(mixtral: Path) -> None:
-    found, where = gathered(mixtral, prefix=0)
+def test_each_expert_has_statistics_of_the_tokens_that_it_gets(mixtral: Callable[[int], Path]) -> None:
+    found, where = gathered(mixtral(2), prefix=0)
     prefix = "model.layers.0.mlp.experts."
     counts = [found[where[f"{prefix}gate_up_proj[{expert}]"]].count for expert in range(4)]
     assert sum(counts) == 2 * 96 and counts == [found[where[f"{prefix}down_proj[{e}]"]].count for e in range(4)]
-    x = inputs_of(ReferenceModel(str(mixtral)), "model.layers.0.mlp", skipped=0)
+    x = inputs_of(ReferenceModel(str(mixtral(2))), "model.layers.0.mlp", skipped=0)
     total = sum(found[where[f"{prefix}gate_up_proj[{e}]"]].mean_square * counts[e] for e in range(4))
     np.testing.assert_allclose(total, 2 * (x * x).sum(axis=0), rtol=1e-3)
     assert f"{prefix}gate_up_proj" not in where and "model.layers.0.mlp.gate.weight" in where
 
 
-def test_too_many_experts_share_their_statistics(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_EXPERT_BYTES", 4 * 4 * 32 * 32)
-    found, where = gathered(mixtral, prefix=0)
+def test_too_many_experts_share_their_statistics(mixtral: Callable[[int], Path],
+                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_EXPERT_BYTES", 4 * 4 * 64 * 64)
+    found, where = gathered(mixtral(2), prefix=0)
     prefix = "model.layers.0.mlp.experts."
     assert found[where[f"{prefix}down_proj"]].count == 2 * 96 and found[where[f"{prefix}gate_up_proj[1]"]].count < 192
