@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _VERSIONS = ("gguf", "tokenizers", "transformers")
-_SOURCES = ("compiler/checkpoint", "compiler/model_facts.py", "compiler/tokenizer.py")
+_SOURCES = ("compiler/checkpoint", "compiler/model_facts.py", "compiler/tokenizer.py", "compiler/vocabulary.py",
+            "runtime/text_stream.py", "runtime/vocabulary.py")
 
 
 @dataclass(frozen=True)

@@ -4,15 +4,14 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from ingot.runtime.text_stream import vocabulary
-
 from .checkpoint.checkpoint import Checkpoint
+from .vocabulary import vocabulary_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TOKENIZER, TEMPLATE, CONFIG = "tokenizer.json", "chat_template.jinja", "config.json"
-VOCABULARY = "vocabulary.json"
+VOCABULARY = "vocabulary.bin"
 
 
 def tokenizer_members(checkpoint: Checkpoint) -> tuple[dict[str, bytes], list[str]]:
@@ -20,7 +19,7 @@ def tokenizer_members(checkpoint: Checkpoint) -> tuple[dict[str, bytes], list[st
 
     tokenizer.json       for the package tokenizers
     chat_template.jinja  where the checkpoint has one
-    vocabulary.json      names of the tokens, so that an answer can be told before tokenizer.json has been read
+    vocabulary.bin       names of the tokens and how short texts are encoded, before tokenizer.json has been read
     config.json          bos_token_id, eos_token_ids, the special tokens that templates name, generation defaults
     """
     tokenizer = _load(checkpoint)
@@ -31,8 +30,8 @@ def tokenizer_members(checkpoint: Checkpoint) -> tuple[dict[str, bytes], list[st
         return {CONFIG: _json(_ids(checkpoint, tokenizer))}, [
             f"{type(tokenizer).__name__} has no tokenizer.json form: the engine takes token ids"]
     files = {TOKENIZER: backend.to_str().encode(), CONFIG: _json(_ids(checkpoint, tokenizer))}
-    if (names := vocabulary(backend)) is not None:
-        files[VOCABULARY] = json.dumps(names, ensure_ascii=False, separators=(",", ":")).encode()
+    if (names := vocabulary_file(backend)) is not None:
+        files[VOCABULARY] = names
     template = tokenizer.chat_template
     if isinstance(template, dict):
         template = template.get("default")

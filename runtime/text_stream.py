@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
+
+from .byte_alphabet import BYTES
 
 if TYPE_CHECKING:
     import tokenizers
+
+    from .vocabulary import Vocabulary
 
 # Tokens of the prompt that may matter to how the first token of the answer is written: a blank before it or not.
 _CONTEXT = 6
@@ -129,38 +133,27 @@ def token_texts(tokenizer: tokenizers.Tokenizer, skip_special_tokens: bool) -> T
     decoder = _decoder_of(tokenizer)
     if decoder is None:
         return None
-    skipped = _special(tokenizer) if skip_special_tokens else frozenset()
+    skipped = special_tokens(tokenizer) if skip_special_tokens else frozenset()
     return TokenTexts(tokenizer.id_to_token, decoder, skipped)
 
 
-def vocabulary(tokenizer: tokenizers.Tokenizer) -> dict[str, Any] | None:
-    """As JSON, what the tables of a tokenizer are made of: reading it takes a small part of the time that reading the
-    tokenizer takes. None if it has no table.
-
-    decoder  as in tokenizer.json; names: of all tokens by their id, null where there is none; special: ids
-    """
-    if _decoder_of(tokenizer) is None:
-        return None
-    last = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-    return {"decoder": json.loads(tokenizer.decoder.__getstate__()), "special": sorted(_special(tokenizer)),
-            "names": [tokenizer.id_to_token(token) for token in range(last + 1)]}
-
-
-def texts_of_vocabulary(vocabulary: Mapping[str, Any], skip_special_tokens: bool) -> TokenTexts | None:
+def texts_of_vocabulary(vocabulary: Vocabulary, skip_special_tokens: bool) -> TokenTexts | None:
     """The table of the tokenizer that `vocabulary` was made of. Raises KeyError or TypeError for what is none."""
-    decoder, names = _per_token(vocabulary["decoder"]), vocabulary["names"]
+    decoder = _per_token(vocabulary.decoder)
+    skipped = vocabulary.special if skip_special_tokens else frozenset[int]()
+    return None if decoder is None else TokenTexts(vocabulary.name, decoder, skipped)
 
-    def name(token: int) -> str | None:
-        return names[token] if 0 <= token < len(names) else None
-    return None if decoder is None else TokenTexts(
-        name, decoder, frozenset(vocabulary["special"] if skip_special_tokens else ()))
+
+def has_table(tokenizer: tokenizers.Tokenizer) -> bool:
+    """Whether its decoder writes a token always in the same way."""
+    return _decoder_of(tokenizer) is not None
 
 
 def _decoder_of(tokenizer: tokenizers.Tokenizer) -> _PerToken | None:
     return None if tokenizer.decoder is None else _per_token(json.loads(tokenizer.decoder.__getstate__()))
 
 
-def _special(tokenizer: tokenizers.Tokenizer) -> frozenset[int]:
+def special_tokens(tokenizer: tokenizers.Tokenizer) -> frozenset[int]:
     return frozenset(token for token, entry in tokenizer.get_added_tokens_decoder().items() if entry.special)
 
 
@@ -206,17 +199,6 @@ class _Named:
 
 def _byte_level(name: str) -> bytes:
     try:
-        return bytes([_BYTES[char] for char in name])
+        return bytes([BYTES[char] for char in name])
     except KeyError:  # an added token, written as it is
         return name.encode()
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """The characters that byte-level vocabularies write bytes with: printable Latin-1 as it is, the rest from 256 on
-    (Radford et al. 2019, encoder.py of GPT-2)."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
-
-
-_BYTES = _byte_alphabet()

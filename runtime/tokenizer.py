@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from .engine_file import EngineFile
 from .engine_format import EngineFormatError
 from .text_stream import TableStream, TextStream, TokenTexts, WindowStream, texts_of_vocabulary, token_texts
+from .vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     import tokenizers
@@ -18,7 +19,10 @@ if TYPE_CHECKING:
 
 FOLDER = "tokenizer/"
 TOKENIZER, CHAT_TEMPLATE, CONFIG, VOCABULARY = (
-    FOLDER + name for name in ("tokenizer.json", "chat_template.jinja", "config.json", "vocabulary.json"))
+    FOLDER + name for name in ("tokenizer.json", "chat_template.jinja", "config.json", "vocabulary.bin"))
+
+# So many short texts are encoded by the part of the tokenizer that they need, before all of it is read for good.
+_TEXTS_IN_PARTS = 8
 
 # Normalization shortens a text where it composes characters; no script loses three quarters by it.
 _MOST_SHORTENING = 4
@@ -31,15 +35,16 @@ class Tokenizer:
     """
 
     def __init__(self, tokenizer_json: bytes | Callable[[], bytes], config: Mapping[str, Any],
-                 chat_template: str | None = None, vocabulary: Callable[[], bytes] | None = None) -> None:
-        """tokenizer_json: if it is a function, it is read when a text is first encoded; that takes a tenth of a second
-        for a usual vocabulary. vocabulary: the member of that name, so that answers need no more.
+                 chat_template: str | None = None, vocabulary: Callable[[], bytes | memoryview] | None = None) -> None:
+        """tokenizer_json: if it is a function, it is read when it is first needed; that takes from a tenth of a second
+        to more than one. vocabulary: the member of that name, so that short texts and answers need no more.
 
         Raises EngineFormatError if tokenizer_json is none; where it is read later, then.
         """
         self._source = tokenizer_json
         self._chat_template = chat_template
-        self._vocabulary = vocabulary
+        self._vocabulary_source = vocabulary
+        self._num_in_parts = 0
         self._texts: dict[bool, TokenTexts | None] = {}
         self._special_tokens = dict(config.get("special_tokens", {}))
         if isinstance(tokenizer_json, bytes):
@@ -67,7 +72,7 @@ class Tokenizer:
         if TOKENIZER not in engine.sizes:
             return None
         template = engine.read(CHAT_TEMPLATE).decode() if CHAT_TEMPLATE in engine.sizes else None
-        vocabulary = partial(engine.read, VOCABULARY) if VOCABULARY in engine.sizes and when_needed else None
+        vocabulary = partial(engine.view, VOCABULARY) if VOCABULARY in engine.sizes and when_needed else None
         source = partial(engine.read, TOKENIZER) if when_needed else engine.read(TOKENIZER)
         return cls(source, read_config(engine), template, vocabulary)
 
@@ -78,8 +83,32 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids, by default with those that the model wants around a text, such as BOS."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        tokenizer = self._part_for(text) or self._tokenizer
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
+
+    def _part_for(self, text: str) -> tokenizers.Tokenizer | None:
+        """A tokenizer that serves for this text; None where all of it has been read, or should be."""
+        if "_tokenizer" in self.__dict__ or self._num_in_parts >= _TEXTS_IN_PARTS \
+                or self._vocabulary is None or len(text) > self._vocabulary.longest_text:
+            return None
+        import tokenizers
+
+        self._num_in_parts += 1
+        try:
+            part = self._vocabulary.part_for(text)
+            return None if part is None else tokenizers.Tokenizer.from_str(part)
+        except Exception as error:  # of the package too, which raises nothing more specific
+            raise EngineFormatError(f"{VOCABULARY}: malformed: {error!r}") from None
+
+    @cached_property
+    def _vocabulary(self) -> Vocabulary | None:
+        if self._vocabulary_source is None:
+            return None
+        try:
+            return Vocabulary(self._vocabulary_source())
+        except (ValueError, KeyError, TypeError) as error:
+            raise EngineFormatError(f"{VOCABULARY}: malformed: {error!r}") from None
 
     def surely_exceeds(self, text: str, num_tokens: int) -> bool:
         """Whether a text is too long for so many tokens, told by its length alone: without the work of encoding it."""
@@ -117,7 +146,7 @@ class Tokenizer:
 
     def _table(self, skip_special_tokens: bool) -> TokenTexts | None:
         if skip_special_tokens not in self._texts:
-            if self._vocabulary is not None and "_tokenizer" not in self.__dict__:
+            if "_tokenizer" not in self.__dict__ and self._vocabulary is not None:
                 texts = self._vocabulary_texts(skip_special_tokens)
             else:
                 texts = token_texts(self._tokenizer, skip_special_tokens)
@@ -127,7 +156,7 @@ class Tokenizer:
     def _vocabulary_texts(self, skip_special_tokens: bool) -> TokenTexts | None:
         assert self._vocabulary is not None
         try:
-            return texts_of_vocabulary(json.loads(self._vocabulary()), skip_special_tokens)
+            return texts_of_vocabulary(self._vocabulary, skip_special_tokens)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise EngineFormatError(f"{VOCABULARY}: malformed: {error!r}") from None
 

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tools.demo_models import MODELS, Result, Unreachable, provide
@@ -19,6 +20,10 @@ os.environ["TRITON_INTERPRET"] = "1"
 # Where pytest runs several processes they share the cores: threads of numpy and torch in each would wait for others.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
+
+# How long an example takes is no property of the code on a machine that others use too.
+hypothesis.settings.register_profile("ingot", deadline=None)
+hypothesis.settings.load_profile("ingot")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,7 +1,6 @@
 """Text and tokens: the stream gives out whole characters only, whatever way a vocabulary spells them."""
 
 import json
-from collections.abc import Callable
 
 import pytest
 import tokenizers
@@ -10,7 +9,6 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers
 
 from ingot.runtime.engine_format import EngineFormatError
-from ingot.runtime.text_stream import vocabulary
 from ingot.runtime.tokenizer import Tokenizer
 from tests.runtime.mock_engine import BOS, EOS, TEMPLATE, tokenizer_json
 
@@ -119,39 +117,18 @@ def test_token_bytes_without_a_table_keep_the_blank() -> None:
     assert [tokenizer.token_bytes(token) for token in ids] == [b" a", b" b"]
 
 
-@pytest.mark.parametrize("make", [lambda: Tokenizer(tokenizer_json(), CONFIG), fallback_tokenizer])
-def test_the_vocabulary_alone_tells_an_answer(make: Callable[[], Tokenizer]) -> None:
-    whole = make()
-    package = package_tokenizer(whole)
-    data = json.dumps(vocabulary(package)).encode()
-
-    def unread() -> bytes:
-        raise AssertionError("the tokenizer was read")
-    light = Tokenizer(unread, CONFIG, TEMPLATE, lambda: data)
-    assert light.has_chat_template
-    for token in range(-1, package.get_vocab_size() + 2):
-        assert light.token_bytes(max(token, 0)) == whole.token_bytes(max(token, 0))
-        for skip in (True, False):
-            for prompt in ([], [package.get_vocab_size() - 1]):
-                one, other = (t.stream(prompt, skip_special_tokens=skip) for t in (light, whole))
-                assert (one.add(max(token, 0)), one.end()) == (other.add(max(token, 0)), other.end())
-    with pytest.raises(AssertionError, match="the tokenizer was read"):
-        light.encode("a")
-
-
 def test_a_tokenizer_that_is_read_late_is_the_same() -> None:
     late = Tokenizer(tokenizer_json, CONFIG, TEMPLATE)
     early = Tokenizer(tokenizer_json(), CONFIG, TEMPLATE)
     assert late.encode("héllo") == early.encode("héllo") and late.to_json() == early.to_json()
 
 
-def test_a_decoder_without_a_table_has_no_vocabulary() -> None:
-    tokenizer = package_tokenizer(fallback_tokenizer())
-    tokenizer.decoder = decoders.WordPiece()
-    assert vocabulary(tokenizer) is None
-
-
-@pytest.mark.parametrize("data", [b"{", b"[]", b"{}", b'{"decoder": {}, "names": [], "special": []}', b"null"])
+@pytest.mark.parametrize("data", [
+    b"", b"{", b"\x02\0\0\0{}", b"\x04\0\0\0null", b"\xff\xff\xff\xff",
+    b"\x88\0\0\0" + json.dumps({"decoder": {}, "special": [], "encoder": None, "sizes": {
+        "ends": 9, "sorted": 0, "merge_ends": 0, "ranks": 0, "lefts": 0, "names": 0}}).ljust(0x88).encode(),
+])
 def test_a_malformed_vocabulary_is_refused(data: bytes) -> None:
-    with pytest.raises(EngineFormatError, match=r"tokenizer/vocabulary\.json: malformed"):
-        Tokenizer(tokenizer_json, CONFIG, None, lambda: data).stream()
+    for use in (lambda late: late.stream(), lambda late: late.encode("a")):
+        with pytest.raises(EngineFormatError, match=r"tokenizer/vocabulary\.bin: malformed"):
+            use(Tokenizer(tokenizer_json, CONFIG, None, lambda: data))
