@@ -15,7 +15,13 @@ from ingot.runtime.store.store import Store
 from .auto.auto import build_auto
 from .cache.build_cache import BuildCache, Uses
 from .checkpoint.checkpoint import Checkpoint
-from .checkpoint.quantized import quantization_report, stored_schemes, stored_weights
+from .checkpoint.quantized import (
+    equal_tensors,
+    quantization_report,
+    stored_schemes,
+    stored_weights,
+    with_equal_tensors_shared,
+)
 from .clock import Clock, Progress
 from .cpu.generate import CpuProgram
 from .cpu.generate import generate as generate_for_cpu
@@ -172,10 +178,14 @@ def build(request: BuildRequest, progress: Progress = lambda stage, detail: None
         imported, found = source.graph(facts, limits["max_seq_len"], cache)
     warnings = (*found, *facts.warnings)
     with clock.stage("passes", f"{len(imported.nodes)} operations"):
-        stored = stored_schemes(source.checkpoint) if isinstance(source, CheckpointSource) else {}
+        stored: dict[str, str] = {}
+        equal: dict[str, str] = {}
+        if isinstance(source, CheckpointSource):
+            stored, equal = stored_schemes(source.checkpoint), equal_tensors(source.checkpoint)
         passes = cpu_pipeline(precision, kv, stored) if target.gpu is None else gpu_pipeline(
             precision, kv, stored, request.tensor_parallel)
-        graph = run_passes(imported, passes, request.dump, lambda name: progress("passes", name))
+        shared = with_equal_tensors_shared(imported, equal)
+        graph = run_passes(shared, passes, request.dump, lambda name: progress("passes", name))
     with clock.stage("plan", f"{len(graph.nodes)} operations after fusion"):
         program = _program(graph, target, precision, limits, tuning,
                            lambda symbol: progress("plan", f"compiling {symbol}"), cache)
@@ -363,8 +373,8 @@ def _quantization(checkpoint: Checkpoint, program: Program, target: Target, mani
     quantized = stored_weights(checkpoint)
     if quantized is None:
         return []
-    packed = [(weight.expr, weight.packing.scheme) for weight in program.weights]
-    manifest["model"]["quantization"], lines = quantization_report(quantized, packed, target.name)
+    manifest["model"]["quantization"], lines = quantization_report(quantized, program.weights, target.name,
+                                                                   target.gpu is not None)
     return lines
 
 

@@ -21,6 +21,7 @@ from ingot.runtime.store.store import Store
 
 from .cache.build_cache import BuildCache
 from .checkpoint.checkpoint import Checkpoint
+from .checkpoint.quantized import equal_tensors
 from .clock import Clock, Progress
 from .engine_writer import EngineWriter
 from .model_facts import ModelFacts, model_facts
@@ -154,6 +155,12 @@ def _require_same_layout(engine: EngineFile, record: RefitRecord, checkpoint: Ch
             raise CannotRefit(f"{checkpoint.path} is of another architecture than {engine.path}; the first tensor that "
                               f"differs is {name}:\n  expected {_shown(expected.get(name))}, got "
                               f"{_shown(got.get(name))}")
+    equal = equal_tensors(checkpoint)
+    for name in sorted(record.equal.keys() | equal.keys()):
+        if record.equal.get(name) != equal.get(name):
+            raise CannotRefit(f"{engine.path} computes layers together whose scales are equal; in {checkpoint.path} "
+                              f"they are others. The first is {name}:\n  equal to {record.equal.get(name, 'none')} "
+                              f"there, to {equal.get(name, 'none')} here.\n  Build an engine of this checkpoint")
 
 
 def _shown(entry: list[Any] | None) -> str:

@@ -6,6 +6,7 @@
                       "" for a GGUF file, which holds them together with the tensors
     config            the configuration in canonical form
     tensors           name in the checkpoint -> [element type as the importer sees it, shape]
+    equal             tensors of a quantized checkpoint -> the one with the same values that recipes name in their place
     weights           name in the plan -> expr (a recipe over the tensors), scheme, layout (if not panels), label,
                       parameters
 """
@@ -22,6 +23,7 @@ from ingot.runtime.manifest import canonical_json
 from .cache.keys import source_digest
 from .cache.packed_weights import PACKING_SOURCES
 from .checkpoint.checkpoint import Checkpoint
+from .checkpoint.quantized import equal_tensors
 from .importer.importer import element_type
 from .model_facts import ModelFacts, files_digest
 from .weights.expr import WeightExpr
@@ -40,6 +42,7 @@ class RefitRecord:
     sides_sha256: str
     config: dict[str, Any]
     tensors: dict[str, list[Any]]
+    equal: dict[str, str]
     weights: list[PackedWeight]
 
 
@@ -62,10 +65,11 @@ def packing_digest() -> str:
 
 def refit_record(checkpoint: Checkpoint, facts: ModelFacts, weights: list[PackedWeight] | tuple[PackedWeight, ...],
                  ) -> bytes:
-    """refit.json. No byte of it depends on the values of the tensors."""
+    """refit.json. No byte of it depends on the values of the tensors, but for which of them are equal."""
     return canonical_json({
         "version": REFIT_VERSION, "packing_sha256": packing_digest(), "sides_sha256": sides_digest(checkpoint),
         "config": facts.config, "tensors": layout(checkpoint),
+        "equal": equal_tensors(checkpoint),
         "weights": {weight.name: {"expr": weight.expr.to_json(), **_packing_json(weight.packing),
                                   "label": weight.label, "parameters": list(weight.parameters)}
                     for weight in weights}})
@@ -86,6 +90,7 @@ def parse_refit_record(data: bytes, order: list[str], where: str) -> RefitRecord
         raise RequestError(f"{where}: {REFIT_MEMBER} has version {entries.get('version')}, this Ingot reads "
                            f"{REFIT_VERSION}.\n  Build the engine again.")
     weights = entries["weights"]
-    return RefitRecord(entries["packing_sha256"], entries["sides_sha256"], entries["config"], entries["tensors"], [
+    return RefitRecord(entries["packing_sha256"], entries["sides_sha256"], entries["config"], entries["tensors"],
+                       entries["equal"], [
         PackedWeight(name, WeightExpr.from_json(weights[name]["expr"]), _packing(weights[name]),
                      weights[name]["label"], tuple(weights[name]["parameters"])) for name in order])

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from .calibration import Calibration
 
 PACKING_SOURCES = ("compiler/checkpoint", "compiler/ir", "compiler/weights", "plugins/gpu/floats.py",
-                   "plugins/linear/compensate.py", "plugins/linear/gpu_formats.py", "plugins/linear/grids.py",
+                   "plugins/linear/compensate.py", "plugins/linear/gpu_formats.py", "plugins/linear/gpu_hold.py",
+                   "plugins/linear/grids.py",
                    "plugins/linear/pack.py", "plugins/linear/quantize_weights.py", "plugins/scheme.py")
 """Everything that decides what the bytes of a packed weight mean."""
 

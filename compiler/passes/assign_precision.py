@@ -9,6 +9,7 @@ from ingot.runtime.errors import RequestError
 
 from ..ir.graph import Graph
 from ..precision import Precision
+from ..weights.carried import carried
 from ..weights.expr import WeightExpr
 from .matrices import Matrix, find_matrices
 
@@ -32,6 +33,8 @@ def assign_precision(graph: Graph, precision: Precision, stored: Mapping[str, st
 
 
 def _as_stored(scheme: str, weight: WeightExpr, stored: Mapping[str, str]) -> str:
+    if scheme == "fp8" and carried(weight, "fp8") is None and carried(weight, "fp8_block") is not None:
+        return "fp8_block"
     found = {stored[name] for name in weight.tensor_names() if name in stored}
     return found.pop() if len(found) == 1 and found <= set(_AS_STORED.get(scheme, ())) else scheme
 

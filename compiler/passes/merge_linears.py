@@ -3,7 +3,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from ingot.plugins.linear.gpu_schemes import GPU_SCHEMES
+
 from ..ir.graph import Graph, Node
+from ..weights.carried import carried
 from ..weights.expr import WeightExpr, concat, literal
 from .match import rebuilt
 
@@ -11,8 +14,8 @@ from .match import rebuilt
 def merge_linears(graph: Graph) -> Graph:
     """linear(x, a), linear(x, b), … -> slices of linear(x, concat(a, b, …)).
 
-    Only layers of the same precision merge. One launch and one quantization of x instead of several; the slices are
-    views that the following kernels read in place.
+    Only layers of the same precision merge, and of a quantized checkpoint only where that rounds nothing. One launch
+    and one quantization of x instead of several; the slices are views that the following kernels read in place.
     """
     groups: dict[tuple[str, str], list[Node]] = {}
     for node in graph.nodes:
@@ -21,8 +24,8 @@ def merge_linears(graph: Graph) -> Graph:
     merged: dict[str, list[Node]] = {}  # output of the first member -> nodes that take its place
     gone: set[str] = set()
     constants: dict[str, WeightExpr] = {}
-    for members in groups.values():
-        if len(members) < 2:
+    for (_, scheme), members in groups.items():
+        if len(members) < 2 or _rounds_together([graph.constants[node.values[1]] for node in members], scheme):
             continue
         merged[members[0].output] = _merge(graph, members, constants)
         gone.update(node.output for node in members[1:])
@@ -33,6 +36,14 @@ def merge_linears(graph: Graph) -> Graph:
         elif node.outputs[0] not in gone:
             nodes.append(node)
     return rebuilt(graph, nodes, constants=constants)
+
+
+def _rounds_together(weights: list[WeightExpr], scheme: str) -> bool:
+    """Whether weights that the checkpoint holds as the scheme does would have to be rounded to lie in one matrix."""
+    if scheme not in GPU_SCHEMES:
+        return False
+    form = GPU_SCHEMES[scheme].format
+    return any(carried(weight, form) for weight in weights) and carried(concat(weights, 0), form) is None
 
 
 def _merge(graph: Graph, members: list[Node], constants: dict[str, WeightExpr]) -> list[Node]:

@@ -10,12 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ingot.plugins.linear.gpu_schemes import GPU_SCHEMES
+from ingot.plugins.scheme import SCHEMES
+
 from ..ir.graph import Graph, Node
+from ..weights.carried import carried
 from ..weights.expr import WeightExpr, concat, elementwise, input_scale, reshape
 
-SMOOTHED = ("w4a8", "int4", "int4_fp16", "w4a8_fp8", "w4a8_int8", "int8_token", "nvfp4")
+SMOOTHED = ("w4a8", "int8_token", *(scheme.name for scheme in GPU_SCHEMES.values() if scheme.weights.bits == 4))
 """Schemes whose weights or inputs share scales between channels. Inputs of fp8 have a range of their own each."""
 
+_EIGHT_BITS = ("e4m3", "int8")
+_SCALED = {"dequantize", "repeat_rows", "repeat_columns"}
 _PLAIN = {"tensor", "literal", "cat", "permute", "reshape", "slice", "cast", "add", "mul", "input_scale"}
 
 
@@ -99,16 +105,26 @@ def _takes_rows(graph: Graph, consumers: Consumers, matrix: Node, rows: int) -> 
 
 
 def _own(graph: Graph, consumers: Consumers, name: str) -> bool:
-    """A constant that one node reads, made of what the checkpoint holds as floats."""
+    """A constant that one node reads, made of what the checkpoint holds as floats, or as eight bits that the node's
+    scheme does not hold as they are."""
     if name not in graph.constants or len(consumers[name]) != 1:
         return False
-    stack = [graph.constants[name]]
+    whole, scheme = graph.constants[name], consumers[name][0].attrs.get("scheme", "")
+    plain = set(_PLAIN) if _keeps(scheme, whole) else _PLAIN | _SCALED
+    stack = [whole]
     while stack:
         expr = stack.pop()
-        if expr.op not in _PLAIN:
+        if expr.op not in plain or (expr.op == "dequantize" and expr.attr("kind") not in _EIGHT_BITS):
             return False
         stack.extend(expr.inputs)
     return True
+
+
+def _keeps(scheme: str, weight: WeightExpr) -> bool:
+    """Whether a scheme may hold the numbers of a quantized weight as they are."""
+    if scheme in GPU_SCHEMES and scheme not in SCHEMES:
+        return carried(weight, GPU_SCHEMES[scheme].format) is not None
+    return scheme not in SCHEMES or SCHEMES[scheme].weight_bits == 8
 
 
 def _through(producers: Mapping[str, Node], consumers: Consumers, value: str) -> Node | None:

@@ -37,12 +37,7 @@ def carried(expr: WeightExpr, format: str) -> Carried | None:
     leaves = _leaves(expr)
     if not leaves or not holds(leaves[0].attr("kind"), form, expr.shape) or not _fits(expr, form):
         return None
-    with_factor = {len(leaf.operands) == 3 for leaf in leaves}
-    if len(with_factor) > 1 or (True in with_factor and form.name != "nvfp4"):
-        return None
-    factor = _part(expr, _FACTOR) if True in with_factor else None
-    if factor is None and form.name == "nvfp4" and not all(_powers_of_two(leaf) for leaf in leaves):
-        return None
+    factor = _part(expr, _FACTOR) if leaves[0].attr("kind") == "nvfp4" else None
     return Carried(_part(expr, _CODES), _part(expr, _SCALES), factor)
 
 
@@ -61,14 +56,6 @@ def _leaves(expr: WeightExpr) -> list[WeightExpr]:
     return list(found) if len({leaf.attr("kind") for leaf in found}) == 1 else []
 
 
-def _powers_of_two(leaf: WeightExpr) -> bool:
-    """Whether its scales are such, whatever their values."""
-    scales = leaf.inputs[1]
-    while scales.op in ("reshape", "repeat_rows", "repeat_columns", "permute"):
-        scales = scales.inputs[0]
-    return scales.op == "e8m0" or (scales.op == "tensor" and scales.type.dtype == DType.F32 and False)
-
-
 def _fits(expr: WeightExpr, form: Format) -> bool:
     """Whether the format's scales, for `rows` x `columns` elements, find equal scales in the checkpoint everywhere, and
     each matrix one factor."""
@@ -78,15 +65,16 @@ def _fits(expr: WeightExpr, form: Format) -> bool:
         n, k = expr.shape[-2:]
         own_rows, own_columns = expr.attr("rows"), expr.attr("columns")
         return (own_rows >= n or own_rows % rows == 0) and (
-            own_columns >= k or bool(columns) and own_columns % columns == 0)
+            own_columns >= k or (bool(columns) and own_columns % columns == 0))
     if not all(_fits(inner, form) for inner in expr.inputs):
         return False
     match expr.op:
         case "cat":
-            axis, sizes = int(expr.attr("dim")) % rank - rank, [part.shape for part in expr.inputs]
+            axis = int(expr.attr("dim")) % rank - rank
+            sizes = [part.shape[axis] for part in expr.inputs]
             if axis == -2:
-                return all(shape[-2] % rows == 0 for shape in sizes[:-1]) and _one_factor(expr)
-            return axis < -2 or bool(columns) and all(shape[-1] % columns == 0 for shape in sizes) and _one_factor(expr)
+                return all(size % rows == 0 for size in sizes[:-1]) and _one_factor(expr)
+            return axis < -2 or (columns > 0 and all(size % columns == 0 for size in sizes) and _one_factor(expr))
         case "slice":
             axis, size = int(expr.attr("dim")) % rank - rank, expr.inputs[0].shape[int(expr.attr("dim"))]
             step = {-2: rows, -1: columns or 1}.get(axis, 1)
@@ -104,18 +92,16 @@ def _fits(expr: WeightExpr, form: Format) -> bool:
 
 
 def _one_factor(expr: WeightExpr) -> bool:
-    """What lies in one matrix has one factor; experts may have one each, which are then in the same order in all parts.
-    """
-    def factors(part: WeightExpr) -> list[WeightExpr | None]:
-        leaves: list[WeightExpr | None] = []
+    """Whether the parts that are joined within a matrix have the same factor; of experts each has its own."""
+    def factors(part: WeightExpr) -> list[WeightExpr]:
         if part.op == "dequantize":
-            return [part.inputs[2] if len(part.inputs) > 2 else None]
-        for inner in part.inputs:
-            leaves += factors(inner)
-        return leaves
+            return list(part.inputs[2:])
+        return [factor for inner in part.inputs for factor in factors(inner)]
 
-    first, *others = (factors(part) for part in expr.inputs)
-    return all(other == first for other in others)
+    found = [factors(part) for part in expr.inputs]
+    if len(expr.shape) == 2:
+        return len({factor for part in found for factor in part}) < 2
+    return all(part == found[0] for part in found)
 
 
 def _part(expr: WeightExpr, output: int) -> WeightExpr:

@@ -14,6 +14,7 @@ from ingot.plugins.linear.pack import pack, packed_size, unpack
 from ingot.plugins.scheme import BLOCK, PANEL, SCHEMES
 
 from ..ir.types import DType
+from .carried import carried
 from .evaluate import TensorSource, evaluate
 from .expr import WeightExpr
 from .rows import blob_parts, blob_size, pack_rows
@@ -81,9 +82,16 @@ class PackedWeight:
         return blob_parts(self.expr.shape, GPU_SCHEMES[self.packing.scheme].weights)
 
     @property
+    def is_carried(self) -> bool:
+        """Whether the checkpoint holds it in the very numbers of its format, so that nothing is rounded."""
+        if self.packing == RAW or self.packing.layout != ROWS:
+            return False
+        return carried(self.expr, GPU_SCHEMES[self.packing.scheme].format) is not None
+
+    @property
     def group(self) -> int:
         """Channels that are rounded together for the inputs they meet, where the scheme's weights can be; else 0."""
-        if self.packing == RAW:
+        if self.packing == RAW or self.is_carried:
             return 0
         if self.packing.layout == ROWS:
             form = GPU_SCHEMES[self.packing.scheme].weights
@@ -122,6 +130,8 @@ class PackedWeight:
             blob = self.make(source, moments).reshape(math.prod(experts), -1)
             matrices = [unpack(part, n, k, SCHEMES[self.packing.scheme]) for part in blob]
             return np.stack(matrices).reshape(self.expr.shape)
+        if self.is_carried:
+            return evaluate(self.expr, source)
         scheme, w = GPU_SCHEMES[self.packing.scheme], evaluate(self.expr, source).reshape(-1, n, k)
         inputs = _inputs(moments, self.group, k) if moments is not None and self.group else None
         parts = [scheme.stored(part, inputs(expert) if inputs is not None else None) for expert, part in enumerate(w)]

@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 
 from ingot.plugins.linear.compensate import Feedback
-from ingot.plugins.linear.gpu_formats import GROUP, Format, nvfp4_factor, pack
+from ingot.plugins.linear.gpu_formats import GROUP, Format, Packed, nvfp4_factor, pack
+from ingot.plugins.linear.gpu_hold import hold, power_factor
 
+from .carried import Carried, carried
 from .evaluate import TensorSource, evaluate
 from .expr import WeightExpr
 
@@ -50,42 +52,78 @@ def pack_rows(expr: WeightExpr, source: TensorSource, form: Format, rows_at_a_ti
               inputs: Callable[[int], Feedback | None] | None = None) -> np.ndarray:
     """The blob, u8, of an expression [N, K] or [E, N, K]; never more than so many rows of it in float32.
 
+    What the checkpoint holds in this format already is taken over (carried.py), all else is rounded.
     inputs: of each expert, 0 for a plain matrix; see gpu_formats.pack.
     """
-    *_, n, k = expr.shape
+    n = expr.shape[-2]
     parts = blob_parts(expr.shape, form)
     blob = np.zeros(blob_size(parts), np.uint8)
     arrays = {name: blob[offset:offset + size] for name, (offset, size) in parts.items()}
-    factors = np.zeros(math.prod(expr.shape[:-2]), np.float32)
-    if form.name == "nvfp4":
-        for expert, _, piece in _pieces(expr, source, rows_at_a_time):
-            factors[expert] = max(factors[expert], np.abs(piece).max())
-        factors = np.array([nvfp4_factor(most) for most in factors[:, None]], np.float32)
-        arrays["scale"].view(np.float32)[:] = factors
-    for expert, begin, piece in _pieces(expr, source, rows_at_a_time):
-        packed = pack(piece, form, factor=float(factors[expert]) if form.name == "nvfp4" else None,
-                      inputs=inputs(expert) if inputs is not None else None)
+    held = carried(expr, form.name)
+    pieces = _rounded(expr, source, form, rows_at_a_time, inputs) if held is None else _held(
+        held, source, form, rows_at_a_time)
+    for expert, begin, packed in pieces:
         _place(arrays["w"], packed.w, expert * n + begin)
+        if form.name == "nvfp4":
+            arrays["scale"].view(np.float32)[expert] = packed.factor
         if packed.w_scale is None:
             continue
         if form.name == "int4":  # [K / 128, N] of each matrix
-            scales = arrays["w_scale"].view(np.float16).reshape(-1, -(-k // GROUP), n)
-            scales[expert, :, begin:begin + len(piece)] = packed.w_scale
+            scales = arrays["w_scale"].view(np.float16).reshape(-1, len(packed.w_scale), n)
+            scales[expert, :, begin:begin + len(packed.w)] = packed.w_scale
         else:
             rows_before = expert * -(-n // form.rows_per_scale) + begin // form.rows_per_scale
             _place(arrays["w_scale"], packed.w_scale, rows_before)
     return blob
 
 
-def _pieces(expr: WeightExpr, source: TensorSource, rows_at_a_time: int) -> Iterator[tuple[int, int, np.ndarray]]:
-    """(expert, first row, float32 [rows, K]) one after the other."""
+Packs = Iterator[tuple[int, int, Packed]]
+"""(expert, first row, what these rows become) one after the other."""
+
+
+def _rounded(expr: WeightExpr, source: TensorSource, form: Format, rows_at_a_time: int,
+             inputs: Callable[[int], Feedback | None] | None) -> Packs:
+    most = np.zeros(math.prod(expr.shape[:-2]), np.float32)
+    if form.name == "nvfp4":
+        for expert, begin, end in _spans(expr.shape, rows_at_a_time):
+            most[expert] = max(most[expert], np.abs(_piece(expr, source, expert, begin, end)).max())
+    for expert, begin, end in _spans(expr.shape, rows_at_a_time):
+        factor = nvfp4_factor(most[expert:expert + 1]) if form.name == "nvfp4" else None
+        yield expert, begin, pack(_piece(expr, source, expert, begin, end), form, factor=factor,
+                                  inputs=inputs(expert) if inputs is not None else None)
+
+
+def _held(held: Carried, source: TensorSource, form: Format, rows_at_a_time: int) -> Packs:
+    shape = held.codes.shape
+    most = np.zeros(math.prod(shape[:-2]), np.float32)
+    if form.name == "nvfp4" and held.factor is None:
+        for expert, begin, end in _spans(shape, rows_at_a_time):
+            most[expert] = max(most[expert], _piece(held.scales, source, expert, begin, end).max())
+    for expert, begin, end in _spans(shape, rows_at_a_time):
+        codes, scales = (_piece(part, source, expert, begin, end) for part in (held.codes, held.scales))
+        factor = 1.0
+        if held.factor is not None:
+            factor = float(_piece(held.factor, source, expert, begin, begin + 1)[0, 0])
+        elif form.name == "nvfp4":
+            factor = power_factor(most[expert:expert + 1])
+            scales = scales / np.float32(factor)
+        yield expert, begin, hold(codes, scales, form, factor)
+
+
+def _spans(shape: tuple[int, ...], rows_at_a_time: int) -> Iterator[tuple[int, int, int]]:
+    """(expert, first row, row behind the last) of each piece that is in memory at a time: of experts one matrix."""
     assert rows_at_a_time % GROUP == 0
+    step = shape[-2] if len(shape) == 3 else rows_at_a_time
+    for expert in range(math.prod(shape[:-2])):
+        for begin in range(0, shape[-2], step):
+            yield expert, begin, min(begin + step, shape[-2])
+
+
+def _piece(expr: WeightExpr, source: TensorSource, expert: int, begin: int, end: int) -> np.ndarray:
+    """Rows of a matrix, or of one expert's, [rows, K]."""
     if len(expr.shape) == 3:
-        for expert in range(expr.shape[0]):
-            yield expert, 0, evaluate(expr, source, rows=(expert, expert + 1))[0]
-        return
-    for begin in range(0, expr.shape[0], rows_at_a_time):
-        yield 0, begin, evaluate(expr, source, rows=(begin, min(begin + rows_at_a_time, expr.shape[0])))
+        return evaluate(expr, source, rows=(expert, expert + 1))[0, begin:end]
+    return evaluate(expr, source, rows=(begin, end))
 
 
 def _place(array: np.ndarray, rows: np.ndarray, first: int) -> None:

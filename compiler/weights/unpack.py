@@ -76,7 +76,7 @@ def dequantize(codes: np.ndarray, scales: np.ndarray, factor: np.ndarray | None 
     """
     both = scales if factor is None else scales * factor
     parts = (scales,) if factor is None else (scales, factor)
-    return codes * both, codes, *(np.broadcast_to(part, codes.shape) for part in parts)
+    return codes.astype(np.float32, copy=False) * both, codes, *(np.broadcast_to(part, codes.shape) for part in parts)
 
 
 UNPACK_OPS: Mapping[str, Callable[..., Any]] = MappingProxyType({f.__name__: f for f in (

@@ -26,8 +26,8 @@ from ...weights.expr import (
     unpack_rows,
 )
 from ..errors import CheckpointError
-from .fp8 import NOT_USED_INPUT_SCALES, NOT_USED_KV_SCALES, float8_weight
-from .weights import Grid, Quantized, QuantizedWeight, Tensors, grid_of, scaled, spread
+from .fp8 import float8_weight
+from .weights import INPUT_SCALES, KV_SCALES, Grid, Quantized, QuantizedWeight, Tensors, grid_of, scaled, spread
 
 FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized",
            "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision")
@@ -50,9 +50,9 @@ def read_compressed_tensors(tensors: Tensors, config: Mapping[str, Any]) -> Quan
         weights = [group["weights"] for group in groups if group.get("weights")]
         found.weights[f"{base}.weight"] = _weight(tensors, base, weights)
     if tensors.drop((".input_scale", ".input_zero_point", ".input_global_scale")):
-        found.notes.append(NOT_USED_INPUT_SCALES)
+        found.unused.add(INPUT_SCALES)
     if tensors.drop((".k_scale", ".v_scale", ".k_zero_point", ".v_zero_point", ".q_scale", ".q_zero_point")):
-        found.notes.append(NOT_USED_KV_SCALES)
+        found.unused.add(KV_SCALES)
     return found
 
 
@@ -74,8 +74,9 @@ def _weight(tensors: Tensors, base: str, weights: list[Mapping[str, Any]]) -> Qu
         raise tensors.misfit(name, weight.shape, scale)
     zeros = tensors.optional(f"{base}.weight_zero_point")
     centred = weight if zeros is None else elementwise("sub", weight, spread(zeros, weight.shape, grid))
-    return QuantizedWeight(scaled(centred, scales, grid), f"int8, {grid.describe(n, k)}",
-                           "int8" if grid.columns == k and zeros is None else "")
+    kind = "int8" if zeros is None else ""
+    return QuantizedWeight(scaled(centred, scales, grid, kind), f"int8, {grid.describe(n, k)}",
+                           kind if grid.columns == k else "")
 
 
 def _packed(tensors: Tensors, base: str, weights: list[Mapping[str, Any]]) -> QuantizedWeight:
@@ -116,8 +117,8 @@ def _fp4(tensors: Tensors, base: str) -> QuantizedWeight:
     (n, k), groups = weight.shape, scales.shape[-1]
     if scales.shape != (n, groups) or k % groups:
         raise tensors.misfit(f"{base}.weight", weight.shape, f"{base}.weight_scale")
-    if not power:
-        outer = tensors.leaf(f"{base}.weight_global_scale")
-        scales = apply("div", (scales, reshape(outer, (1, 1))), scales.type)
-    shown = f"{'mxfp4' if power else 'nvfp4'}, groups of {k // groups}"
-    return QuantizedWeight(scaled(weight, scales, Grid(1, k // groups)), shown)
+    grid, shown = Grid(1, k // groups), f"{'mxfp4' if power else 'nvfp4'}, groups of {k // groups}"
+    if power:
+        return QuantizedWeight(scaled(weight, scales, grid, "mxfp4"), shown)
+    outer = reshape(tensors.leaf(f"{base}.weight_global_scale"), (1, 1))
+    return QuantizedWeight(scaled(weight, scales, grid, "nvfp4", apply("div", (1.0, outer), outer.type)), shown)

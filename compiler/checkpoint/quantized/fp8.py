@@ -9,11 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .weights import Quantized, QuantizedWeight, Tensors, grid_of, scaled
-
-NOT_USED_INPUT_SCALES = ("static scales of activations are not used: CPU engines quantize them anew in every step, "
-                         "32 channels at a time")
-NOT_USED_KV_SCALES = "scales of the KV cache are not used: CPU engines keep it in floating point"
+from .weights import INPUT_SCALES, Quantized, QuantizedWeight, Tensors, grid_of, scaled
 
 
 def read_fp8(tensors: Tensors, config: Mapping[str, Any]) -> Quantized:
@@ -24,7 +20,7 @@ def read_fp8(tensors: Tensors, config: Mapping[str, Any]) -> Quantized:
             found.weights[f"{base}.weight"] = float8_weight(
                 tensors, base, f"{base}{suffix}", (int(block[0]), int(block[1])) if block else None)
     if tensors.drop((".input_scale", ".activation_scale")):
-        found.notes.append(NOT_USED_INPUT_SCALES)
+        found.unused.add(INPUT_SCALES)
     return found
 
 
@@ -35,4 +31,4 @@ def float8_weight(tensors: Tensors, base: str, scale: str, block: tuple[int, int
     grid = grid_of((n, k), scales.shape, block)
     if grid is None:
         raise tensors.misfit(f"{base}.weight", weight.shape, scale)
-    return QuantizedWeight(scaled(weight, scales, grid), f"fp8, {grid.describe(n, k)}")
+    return QuantizedWeight(scaled(weight, scales, grid, "e4m3"), f"fp8, {grid.describe(n, k)}")

@@ -15,10 +15,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...weights.expr import decode, elementwise, reshape, unpack_columns, unpack_rows
+from ...weights.expr import decode, reshape, unpack_columns, unpack_rows
 from ..errors import CheckpointError
-from .fp8 import NOT_USED_INPUT_SCALES, NOT_USED_KV_SCALES, float8_weight
-from .weights import Grid, Quantized, QuantizedWeight, Tensors, grid_of, scaled, with_input_scale
+from .fp8 import float8_weight
+from .weights import (
+    INPUT_SCALES,
+    KV_SCALES,
+    Grid,
+    Quantized,
+    QuantizedWeight,
+    Tensors,
+    grid_of,
+    scaled,
+    with_input_scale,
+)
 
 ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "FP8_PB_REAL", "W4A16_AWQ", "W4A8_AWQ",
               "W8A8_SQ_PER_CHANNEL", "W8A16", "NVFP4", "NVFP4_AWQ", "W4A16_NVFP4", "MIXED_PRECISION")
@@ -37,9 +47,9 @@ def read_modelopt(tensors: Tensors, config: Mapping[str, Any]) -> Quantized:
     for base in tensors.names(".weight_scale"):
         found.weights[f"{base}.weight"] = _weight(tensors, base)
     if tensors.drop((".input_scale", ".weight_scale_2")) and tensors.names(".input_scale"):
-        found.notes.append(NOT_USED_INPUT_SCALES)
+        found.unused.add(INPUT_SCALES)
     if tensors.drop((".k_scale", ".v_scale", ".output_scale")):
-        found.notes.append(NOT_USED_KV_SCALES)
+        found.unused.add(KV_SCALES)
     return found
 
 
@@ -67,7 +77,7 @@ def _int8(tensors: Tensors, name: str, scale: str) -> QuantizedWeight:
     grid = grid_of((n, k), scales.shape)
     if grid is None:
         raise tensors.misfit(name, weight.shape, scale)
-    return QuantizedWeight(scaled(weight, scales, grid), f"int8, {grid.describe(n, k)}",
+    return QuantizedWeight(scaled(weight, scales, grid, "int8"), f"int8, {grid.describe(n, k)}",
                            "int8" if grid.columns == k else "")
 
 
@@ -88,5 +98,5 @@ def _nvfp4(tensors: Tensors, base: str) -> QuantizedWeight:
     (n, k), groups = weight.shape, scales.shape[1]
     if scales.shape[0] != n or k % groups:
         raise tensors.misfit(name, weight.shape, scale)
-    both = elementwise("mul", scales, reshape(outer, (1, 1)))
-    return QuantizedWeight(scaled(weight, both, Grid(1, k // groups)), f"nvfp4, groups of {k // groups}")
+    weight = scaled(weight, scales, Grid(1, k // groups), "nvfp4", reshape(outer, (1, 1)))
+    return QuantizedWeight(weight, f"nvfp4, groups of {k // groups}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...weights.expr import decode, elementwise, permute, repeat, reshape, unpack_columns
+from ...weights.expr import decode, dequantize, permute, repeat, reshape, unpack_columns
 from ..errors import CheckpointError
 from .weights import Quantized, QuantizedWeight, Tensors
 
@@ -27,6 +27,6 @@ def read_mxfp4(tensors: Tensors, config: Mapping[str, Any]) -> Quantized:
                                   f"{list(scales.shape)} do not fit; expected [E, N, K / 32, 16] and [E, N, K / 32]")
         codes = unpack_columns(reshape(blocks, (experts, n, groups * packed)), 8, 4)
         powers = repeat(decode("e8m0", scales), -1, _BLOCK, groups * _BLOCK)
-        weight = permute(elementwise("mul", decode("e2m1", codes), powers), (0, 2, 1))
+        weight = permute(dequantize(decode("e2m1", codes), powers, "mxfp4", 1, _BLOCK), (0, 2, 1))
         found.weights[name] = QuantizedWeight(weight, "mxfp4, blocks of 32")
     return found

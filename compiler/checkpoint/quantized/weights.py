@@ -6,11 +6,25 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ...ir.types import DType
-from ...weights.expr import WeightExpr, decode, elementwise, permute, repeat, reshape, scale_columns, tensor
+from ...weights.expr import (
+    WeightExpr,
+    decode,
+    dequantize,
+    elementwise,
+    permute,
+    repeat,
+    reshape,
+    scale_columns,
+    tensor,
+)
 from ..errors import CheckpointError
 
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
+
+
+INPUT_SCALES, KV_SCALES = "static scales of activations", "scales of the KV cache"
+"""What checkpoints may hold that no engine uses."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +45,14 @@ class Quantized:
     """method    for people: "GPTQ"
     weights   name that the weight would have in a checkpoint that is not quantized -> how it is made
     consumed  tensors that are parts of weights, or tell what an engine does not use; the importer does not see them
-    notes     what of the checkpoint the engine does not use, and why
+    unused    of INPUT_SCALES and KV_SCALES what the checkpoint holds
+    notes     what else there is to say
     """
 
     method: str
     weights: dict[str, QuantizedWeight] = field(default_factory=dict)
     consumed: set[str] = field(default_factory=set)
+    unused: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
 
 
@@ -118,9 +134,17 @@ def grid_of(shape: tuple[int, int], scales: tuple[int, ...], block: tuple[int, i
     return Grid(n // rows, k // columns) if n % rows == 0 and k % columns == 0 else None
 
 
-def scaled(values: WeightExpr, scales: WeightExpr, grid: Grid) -> WeightExpr:
-    """values [N, K] times scales over the grid -> f32 [N, K]."""
-    return elementwise("mul", values, spread(scales, values.shape, grid))
+def scaled(values: WeightExpr, scales: WeightExpr, grid: Grid, kind: str = "", factor: WeightExpr | None = None,
+           ) -> WeightExpr:
+    """values [N, K] times scales over the grid -> f32 [N, K].
+
+    kind    of numbers that the values are, where a GPU computes with such: see plugins.linear.gpu_hold.KINDS
+    factor  [1, 1] of all scales
+    """
+    over = spread(scales, values.shape, grid)
+    if not kind:
+        return elementwise("mul", values, over if factor is None else elementwise("mul", over, factor))
+    return dequantize(values, over, kind, grid.rows, grid.columns, factor)
 
 
 def spread(scales: WeightExpr, shape: tuple[int, ...], grid: Grid) -> WeightExpr:

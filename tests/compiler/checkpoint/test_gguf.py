@@ -12,6 +12,7 @@ from ingot.compiler.checkpoint.gguf_file import read_gguf_header
 from ingot.compiler.checkpoint.open import open_checkpoint
 from ingot.compiler.checkpoint.quantized import quantization_report, stored_schemes, stored_weights
 from ingot.compiler.weights.expr import concat, permute, reshape
+from ingot.compiler.weights.packed import PackedWeight, Packing
 
 KINDS = [gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")]
 
@@ -98,9 +99,10 @@ def test_what_it_stores_is_told_and_what_is_kept(path: Path) -> None:
     assert found is not None and stored_schemes(checkpoint) == {"w.Q4_0": "w4a8", "w.Q4_1": "w4a8", "w.Q8_0": "int8g32"}
     leaf = {name: found.weights[name].expr for name in found.weights}
     turned = reshape(permute(reshape(leaf["w.Q4_0"], (3, 2, 64)), (1, 0, 2)), (6, 64))
-    packed = [(concat([turned, leaf["w.Q4_1"]], 0), "w4a8"), (leaf["w.Q8_0"], "int8g32"), (leaf["w.Q8_0"], "w4a8"),
-              (permute(leaf["w.Q4_1"], (1, 0)), "w4a8"), (leaf["w.Q5_0"], "int8g32")]
-    report, lines = quantization_report(found, packed, "cpu")
+    made = [(concat([turned, leaf["w.Q4_1"]], 0), "w4a8"), (leaf["w.Q8_0"], "int8g32"), (leaf["w.Q8_0"], "w4a8"),
+            (permute(leaf["w.Q4_1"], (1, 0)), "w4a8"), (leaf["w.Q5_0"], "int8g32")]
+    packed = [PackedWeight("w", expr, Packing(scheme), "") for expr, scheme in made]
+    report, lines = quantization_report(found, packed, "cpu", False)
     rows = {(row["format"], row["scheme"], row["kept"]): row["count"] for row in report["weights"]}
     assert rows == {("Q4_0", "w4a8", True): 1, ("Q4_1", "w4a8", True): 1, ("Q4_1", "w4a8", False): 1,
                     ("Q8_0", "int8g32", True): 1, ("Q8_0", "w4a8", False): 1, ("Q5_0", "int8g32", False): 1}

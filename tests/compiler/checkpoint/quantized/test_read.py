@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ingot.compiler.build import BuildRequest, build
 from ingot.compiler.checkpoint.errors import CheckpointError
 from ingot.compiler.checkpoint.open import open_checkpoint
-from ingot.compiler.checkpoint.quantized import read_quantized
+from ingot.compiler.checkpoint.quantized import quantization_report, read_quantized
 from ingot.compiler.reference_model import ReferenceModel
 from ingot.compiler.weights.evaluate import evaluate
 from ingot.runtime.engine import Engine
@@ -143,5 +143,10 @@ def test_a_missing_part_is_named(tmp_path: Path) -> None:
 def test_what_an_engine_does_not_use_is_noted(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, small_model(), LAYOUTS["modelopt fp8"])
     found = read_quantized(open_checkpoint(tmp_path))
-    assert found is not None and [note.split(" are not used")[0] for note in found.notes] == [
-        "static scales of activations", "scales of the KV cache"]
+    assert found is not None
+    for for_gpu, of_inputs in ((False, "CPU engines quantize them anew in every step, 32 channels at a time"),
+                               (True, "GPU engines quantize them anew in every step, by token or finer")):
+        manifest, lines = quantization_report(found, [], "the target", for_gpu)
+        assert manifest["notes"][0] == f"static scales of activations are not used: {of_inputs}"
+        assert manifest["notes"][1].startswith("scales of the KV cache are not used: a ")
+        assert lines == [f"ModelOpt FP8 checkpoint: {note}" for note in manifest["notes"]]
