@@ -119,13 +119,15 @@ class EngineWriter:
             parse_canonical(data, PLAN)
         self._small[name] = bytes(data)
 
-    def add_weight(self, data: "np.ndarray[Any, Any] | bytes | bytearray | memoryview") -> str:
+    def add_weight(self, data: "np.ndarray[Any, Any] | bytes | bytearray | memoryview", sha256: str | None = None,
+                   crc32: int | None = None) -> str:
         """Writes a weight unless an equal one is there or weights are stripped, and returns its member name.
 
-        An array is written as its elements' bytes in row-major order.
+        An array is written as its elements' bytes in row-major order. sha256, crc32: of these bytes, where the caller
+        knows them.
         """
         view = _byte_view(data)
-        digest = hashlib.sha256(view).hexdigest()
+        digest = hashlib.sha256(view).hexdigest() if sha256 is None else sha256
         name = weight_name(digest)
         if name not in self._table:
             if self._strip_weights:
@@ -134,7 +136,7 @@ class EngineWriter:
                     with self._explained_store():
                         self._store.blobs.put(digest, view)
             else:
-                self._append(name, view, digest)
+                self._append(name, view, digest, crc32)
         return name
 
     @contextlib.contextmanager
@@ -192,10 +194,10 @@ class EngineWriter:
         self._write(memoryview(entries + end))
         return engine_hash
 
-    def _append(self, name: str, data: memoryview, digest: str) -> None:
+    def _append(self, name: str, data: memoryview, digest: str, crc32: int | None = None) -> None:
         if len(self._members) == MAX_MEMBERS:
             raise WorkFailed(f"{self.path}: more than {MAX_MEMBERS} members do not fit in an engine")
-        member = Member(name, data.nbytes, zlib.crc32(data), self._offset)
+        member = Member(name, data.nbytes, zlib.crc32(data) if crc32 is None else crc32, self._offset)
         self._write(memoryview(local_header(member)))
         self._write(data)
         self._members.append(member)

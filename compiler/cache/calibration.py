@@ -11,7 +11,9 @@ import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 import numpy as np
@@ -46,16 +48,25 @@ class InputsOfModel:
     def __init__(self, checkpoint: Checkpoint, digests: Mapping[str, str], tokenizer: Mapping[str, bytes],
                  text: CalibrationText, cache: BuildCache | None, progress: Callable[[str], None]) -> None:
         self.checkpoint, self.progress, self.text = checkpoint, progress, text
-        self.read: Reading | None = reading(checkpoint, tokenizer, text)
-        self.key = "" if self.read is None else key(
-            tensors=checkpoint_digest(digests), config=config_entries(checkpoint), windows=self.read.windows,
-            prefix=self.read.prefix, versions=library_versions("numpy", "torch", "transformers", "gguf"),
-            sources=source_digest(*_SOURCES))
+        self._digests, self._tokenizer = digests, tokenizer
+        self._lock = RLock()  # weights are packed side by side
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._cache = cache or self._temporary()
         self._where: dict[str, str] | None = None
         self._last: tuple[str, InputStatistics] | None = None
         self._failure = ""
+
+    # Neither is made for nothing: where no weight is rounded, nobody asks.
+    @cached_property
+    def read(self) -> Reading | None:
+        return reading(self.checkpoint, self._tokenizer, self.text)
+
+    @cached_property
+    def key(self) -> str:
+        return "" if self.read is None else key(
+            tensors=checkpoint_digest(self._digests), config=config_entries(self.checkpoint),
+            windows=self.read.windows, prefix=self.read.prefix,
+            versions=library_versions("numpy", "torch", "transformers", "gguf"), sources=source_digest(*_SOURCES))
 
     @property
     def num_tokens(self) -> int:
@@ -79,19 +90,20 @@ class InputsOfModel:
 
         Raises what the checkpoint raises.
         """
-        where = self._index()
-        name = where.get(parameter) or where.get(parameter.partition("[")[0])
-        if name is None:
-            return None
-        if self._last is None or self._last[0] != name:
-            found = self._load(name)
-            if found is None:  # trimmed away: once more, to where nothing is trimmed
-                self._cache = self._temporary()
-                self._gather()
+        with self._lock:
+            where = self._index()
+            name = where.get(parameter) or where.get(parameter.partition("[")[0])
+            if name is None:
+                return None
+            if self._last is None or self._last[0] != name:
                 found = self._load(name)
-                assert found is not None, name
-            self._last = name, found
-        return self._last[1] if self._last[1].is_finite else None
+                if found is None:  # trimmed away: once more, to where nothing is trimmed
+                    self._cache = self._temporary()
+                    self._gather()
+                    found = self._load(name)
+                    assert found is not None, name
+                self._last = name, found
+            return self._last[1] if self._last[1].is_finite else None
 
     def _temporary(self) -> BuildCache:
         self._folder = tempfile.TemporaryDirectory(prefix="ingot-calibration-")

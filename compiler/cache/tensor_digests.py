@@ -9,8 +9,8 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from ingot.runtime.host import available_cores
@@ -28,6 +28,32 @@ def tensor_digests(checkpoint: Checkpoint, cache: BuildCache | None) -> dict[str
     for path, names in checkpoint.store.files().items():
         digests |= _of_file(checkpoint, path, names, cache)
     return digests
+
+
+class Digests(Mapping[str, str]):
+    """The same, each made when it is asked for, or beforehand by `start`: where nobody keeps them, they are made beside
+    the packing of the tensors that they name."""
+
+    def __init__(self, checkpoint: Checkpoint, pool: ThreadPoolExecutor) -> None:
+        self._checkpoint, self._pool = checkpoint, pool
+        self._names = checkpoint.names()
+        self._futures: dict[str, Future[str]] = {}
+
+    def start(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name not in self._futures:
+                self._futures[name] = self._pool.submit(self._checkpoint.tensor_digest, name)
+
+    def __getitem__(self, name: str) -> str:
+        self.start([name])
+        return self._futures[name].result()
+
+    def __iter__(self) -> Iterator[str]:
+        self.start(self._names)
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def checkpoint_digest(digests: Mapping[str, str]) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
+from threading import Lock
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from ingot.plugins.linear.gpu_schemes import GPU_SCHEMES
 from ingot.plugins.linear.pack import pack, packed_size, unpack
 from ingot.plugins.scheme import BLOCK, PANEL, SCHEMES
 
+from ..calibration.statistics import MAX_BLOCK
 from ..ir.types import DType
 from .carried import carried
 from .evaluate import TensorSource, evaluate
@@ -53,7 +55,21 @@ def _inputs(moments: Moments, group: int, width: int) -> Callable[[int], Feedbac
     def of(expert: int) -> Feedback | None:
         found = moments(expert)
         return None if found is None or sum(map(len, found)) != width else feedback(found, group)
-    return of
+
+    def alone(expert: int) -> Feedback | None:
+        with lock:  # pieces that are made side by side wait for the first
+            return of(expert)
+
+    lock = Lock()
+    return alone
+
+
+@dataclass(frozen=True)
+class Piece:
+    """begin: where it lies in the blob, in bytes. make: gives it, u8."""
+
+    begin: int
+    make: Callable[[], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -104,22 +120,51 @@ class PackedWeight:
         moments: of the inputs that meet this matrix; sixteen values are then chosen for these inputs, not for the
         weights alone.
         """
+        return self._joined(self.pieces(source, moments))
+
+    def pieces(self, source: TensorSource, moments: Moments | None = None) -> list[Piece]:
+        """The blob in parts that may be made in any order, and side by side: the same bytes as `make` gives."""
         width = self.expr.shape[-1] if self.expr.shape else 0
         inputs = _inputs(moments, self.group, width) if moments is not None and self.group else None
         if self.packing == RAW:
-            return evaluate(self.expr, source).reshape(-1).view(np.uint8)
+            return [Piece(0, lambda: evaluate(self.expr, source).reshape(-1).view(np.uint8))]
         if self.packing.layout == ROWS:
-            return pack_rows(self.expr, source, GPU_SCHEMES[self.packing.scheme].weights, ROWS_AT_A_TIME, inputs)
+            form = GPU_SCHEMES[self.packing.scheme].weights
+            return [Piece(0, lambda: pack_rows(self.expr, source, form, ROWS_AT_A_TIME, inputs))]
+        *experts, n, k = self.expr.shape
+        scheme = SCHEMES[self.packing.scheme]
+
+        def make(begin: int, end: int) -> np.ndarray:
+            part = evaluate(self.expr, source, rows=(begin, end))
+            return pack(part.reshape(-1, k), scheme, inputs(begin if experts else 0) if inputs is not None else None)
+
+        rows, step = self.expr.shape[0], 1 if experts else ROWS_AT_A_TIME
+        row_bytes = packed_size(n if experts else PANEL, k, scheme) // (1 if experts else PANEL)
+        pieces = [Piece(begin * row_bytes, partial(make, begin, min(begin + step, rows)))
+                  for begin in range(0, rows, step)]
+        # What is known of the inputs of an expert is large: one after the other.
+        return [Piece(0, lambda: self._joined(pieces))] if experts and inputs is not None else pieces
+
+    def _joined(self, pieces: Sequence[Piece]) -> np.ndarray:
+        if len(pieces) == 1:
+            return pieces[0].make()
         blob, at = np.empty(self.size_bytes, np.uint8), 0
-        rows, step = self.expr.shape[0], ROWS_AT_A_TIME if len(self.expr.shape) == 2 else 1
-        for begin in range(0, rows, step):
-            part = evaluate(self.expr, source, rows=(begin, min(begin + step, rows)))
-            of_part = inputs(begin if step == 1 else 0) if inputs is not None else None
-            packed = pack(part.reshape(-1, part.shape[-1]), SCHEMES[self.packing.scheme], of_part)
+        for piece in pieces:
+            packed = piece.make()
+            assert piece.begin == at, (self.label, piece.begin, at)
             blob[at:at + packed.size] = packed
             at += packed.size
         assert at == blob.size, f"{self.label}: packed {at} bytes, expected {blob.size}"
         return blob
+
+    def piece_bytes(self, calibrated: bool) -> int:
+        """Memory that making a piece takes at most, roughly: its rows in float32 a few times, and what is known of its
+        inputs; none for elements as they are, which are the blob itself."""
+        if self.packing == RAW:
+            return 0
+        *experts, n, k = self.expr.shape
+        moments = min(k, MAX_BLOCK) if calibrated and self.group else 0
+        return 16 * (n if experts else min(n, ROWS_AT_A_TIME)) * k + 32 * moments * moments + 4 * k * moments
 
     def values(self, source: TensorSource, moments: Moments | None = None) -> np.ndarray:
         """What the blob is worth, float32 in the shape of the expression: whole in memory."""

@@ -11,9 +11,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from ..scheme import BLOCK, PANEL, Scheme
+from . import native
 from .compensate import Feedback, round_compensated
 from .grids import MinimumGrid
-from .quantize_weights import quantize_w4, quantize_w8, quantize_w8_groups
+from .quantize_weights import quantize_w4, quantize_w8, quantize_w8_groups, settle_exact
 
 _CHUNK_ELEMENTS = 1 << 20
 """Weights that are worked on at a time: few enough for the cache, and for memory whatever the matrix."""
@@ -41,9 +42,17 @@ def pack(w: np.ndarray, scheme: Scheme, inputs: Feedback | None = None) -> np.nd
     n, k = w.shape
     out = np.empty((-(-n // PANEL), panel_bytes(k, scheme)), np.uint8)
     for begin, end in _chunks(n, k):
-        rows = np.zeros((-(-(end - begin) // PANEL) * PANEL, k), w.dtype)
-        rows[:end - begin] = w[begin:end]
-        out[begin // PANEL:-(-end // PANEL)] = _pack_rows(rows, scheme, inputs)
+        part, panels = w[begin:end], slice(begin // PANEL, -(-end // PANEL))
+        done = None
+        if scheme.weight_bits == 4 and inputs is None:
+            done = native.pack_w4(to_float32(part), settle_exact)
+        elif scheme.weight_group:
+            done = native.pack_w8_groups(to_float32(part), out[panels].size)
+        if done is None:
+            rows = np.zeros((-(-(end - begin) // PANEL) * PANEL, k), w.dtype)
+            rows[:end - begin] = part
+            done = _pack_rows(rows, scheme, inputs)
+        out[panels] = done.reshape(out[panels].shape)
     return out.reshape(-1)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..scheme import BLOCK
+from . import native
 
 _LEVELS = 15
 _F16_MAX = np.float32(65504)
@@ -64,13 +65,15 @@ def quantize_w4(w: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         part = slice(begin, begin + _GROUPS_AT_ONCE)
         x = np.ascontiguousarray(groups[part].T)  # sums over a group are then sums of rows, which are fast
         step[part], minimum[part] = fit_w4(x)
-        _settle_exact(x, step[part], minimum[part])
+        settle_exact(x, step[part], minimum[part])
         q[part] = nearest_level(x, step[part], minimum[part]).T
     return q.reshape(w.shape), step.reshape(len(w), -1), minimum.reshape(len(w), -1)
 
 
 def fit_w4(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Step and minimum, float16, for each group of weights, which are the columns of x [32, groups]."""
+    """Step and minimum, float16, for each group of weights, which are the columns of x [group, groups]."""
+    if (done := native.fit_columns(x)) is not None:
+        return done
     fitted_step, fitted_minimum = _fit(x)
     step = _to_f16(fitted_step)
     # The step as rounded to float16; the minimum that suits it best.
@@ -78,8 +81,8 @@ def fit_w4(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return step, _to_f16((x - levels * step.astype(np.float32)).mean(axis=0))
 
 
-def _settle_exact(x: np.ndarray, step: np.ndarray, minimum: np.ndarray) -> None:
-    """Step and minimum, in place, of the columns of x [32, groups] that some pair of float16 gives to the bit.
+def settle_exact(x: np.ndarray, step: np.ndarray, minimum: np.ndarray) -> None:
+    """Step and minimum, in place, of the columns of x [group, groups] that some pair of float16 gives to the bit.
 
     A grid of 16 levels whose minimum is no float16 may have another end that is one: GGUF's Q4_0 has the largest
     magnitude at 8 steps, of either sign. Then levels are counted from there, downwards by a negative step.
@@ -87,7 +90,8 @@ def _settle_exact(x: np.ndarray, step: np.ndarray, minimum: np.ndarray) -> None:
     if not (x.view(np.uint32) & 0xFFFF).any():  # bfloat16, which no longer lies on any grid exactly
         return
     got = nearest_level(x, step, minimum) * step.astype(np.float32) + minimum.astype(np.float32)
-    near = np.abs(got - x).max(axis=0) <= 0.05 * np.abs(step.astype(np.float32))
+    rounding = np.abs(minimum.astype(np.float32)) / 2048
+    near = np.abs(got - x).max(axis=0) <= 0.05 * np.abs(step.astype(np.float32)) + rounding
     left = np.flatnonzero(near & (got != x).any(axis=0))
     for steps in range(_LEVELS, 0, -1):
         if not len(left):
@@ -109,7 +113,8 @@ def _settle_exact(x: np.ndarray, step: np.ndarray, minimum: np.ndarray) -> None:
 
 
 def _fit(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Step and minimum of each column of x [32, groups] for the least squared error, float32."""
+    """Step and minimum of each column of x [group, groups] for the least squared error, float32."""
+    group = len(x)
     low = x.min(axis=0)
     span = x.max(axis=0) - low
     unit = (x - low) * _reciprocal(span)  # 0 .. 1
@@ -126,18 +131,18 @@ def _fit(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             np.clip(q, 0, _LEVELS, out=q)
         # The straight line through the points (q, unit); it explains cov^2 / var of the sum of squares.
         q_sum = q.sum(axis=0)
-        var = np.multiply(q, q, out=product).sum(axis=0) - q_sum * q_sum / BLOCK
-        cov = np.multiply(q, unit, out=product).sum(axis=0) - q_sum * unit_sum / BLOCK
+        var = np.multiply(q, q, out=product).sum(axis=0) - q_sum * q_sum / group
+        cov = np.multiply(q, unit, out=product).sum(axis=0) - q_sum * unit_sum / group
         slope = cov * _reciprocal(var)
         explained = slope * cov
         better = explained > most
         np.copyto(most, explained, where=better)
         np.copyto(step, slope, where=better)
-        np.copyto(minimum, (unit_sum - slope * q_sum) / BLOCK, where=better)
+        np.copyto(minimum, (unit_sum - slope * q_sum) / group, where=better)
 
     for grid in _GRIDS:
         try_grid(*grid)
-    variance = np.multiply(unit, unit, out=product).sum(axis=0) - unit_sum * unit_sum / BLOCK
+    variance = np.multiply(unit, unit, out=product).sum(axis=0) - unit_sum * unit_sum / group
     if np.mean((variance > 0) & (variance - most <= _EXACT * variance)) > _MANY:
         for grid in _PART_GRIDS:
             try_grid(*grid)
@@ -145,8 +150,8 @@ def _fit(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     # The best line may suit other integers better than those it was drawn through: once more.
     q = nearest_level(x, step, minimum)
     q_sum, x_sum = q.sum(axis=0), x.sum(axis=0)
-    slope = ((q * x).sum(axis=0) - q_sum * x_sum / BLOCK) * _reciprocal((q * q).sum(axis=0) - q_sum * q_sum / BLOCK)
-    return slope, (x_sum - slope * q_sum) / BLOCK
+    slope = ((q * x).sum(axis=0) - q_sum * x_sum / group) * _reciprocal((q * q).sum(axis=0) - q_sum * q_sum / group)
+    return slope, (x_sum - slope * q_sum) / group
 
 
 def nearest_level(x: np.ndarray, step: np.ndarray, minimum: np.ndarray) -> np.ndarray:
