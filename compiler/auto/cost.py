@@ -4,6 +4,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ingot.plugins.linear.gpu_schemes import GPU_SCHEMES
 from ingot.plugins.linear.pack import packed_size
 from ingot.plugins.scheme import SCHEMES
 
@@ -64,9 +65,7 @@ def _size_bytes(shape: tuple[int, ...], scheme: str, gpu: Gpu | None) -> int:
 def _rates(scheme: str, target: Target) -> tuple[float, float]:
     """(bytes, multiply-adds) a second."""
     if target.gpu is not None:
-        kind = {"int8_token": "int8", "w4a8_int8": "int8", "w4a8_fp8": "fp8", "fp8_block": "fp8", "int4": "bf16",
-                "int4_fp16": "fp16"}.get(scheme, scheme)
-        return target.gpu.bytes_per_s, target.gpu.tflops[kind] * 1e12 / 2
+        return target.gpu.bytes_per_s, target.gpu.tflops[GPU_SCHEMES[scheme].activation] * 1e12 / 2
     rates = _RATES_OF_PAIRS if target.isa in _PAIRS else _RATES
     kind = {32: "float", 16: "float", 8: "int8", 4: "w4a8"}[SCHEMES[scheme].weight_bits]
     return _CORE_BYTES_S, 2 * _VECTOR_BYTES[target.isa] * rates[kind] * _CORE_CLOCK_HZ

@@ -16,7 +16,7 @@ import numpy as np
 from ingot.plugins.linear.compensate import dequantized, feedback, round_compensated
 from ingot.plugins.linear.gpu_formats import nvfp4_factor
 from ingot.plugins.linear.gpu_schemes import GPU_SCHEMES
-from ingot.plugins.linear.grids import E2M1Grid, GridFormat, MinimumGrid, ZeroGrid
+from ingot.plugins.linear.grids import E2M1Grid, GridFormat, MinimumGrid
 from ingot.plugins.linear.pack import dequantize
 from ingot.plugins.linear.reference import effective_input
 from ingot.plugins.scheme import SCHEMES
@@ -65,8 +65,8 @@ class _Matrix:
             return None
         if self._on_cpu:
             return MinimumGrid()
-        nvfp4 = GPU_SCHEMES[self.packed.packing.scheme].format == "nvfp4"
-        return E2M1Grid(nvfp4_factor(w)) if nvfp4 else ZeroGrid(self.packed.group)
+        form = GPU_SCHEMES[self.packed.packing.scheme].weights
+        return form.grid if form.is_int4 else E2M1Grid(nvfp4_factor(w))
 
     @property
     def _on_cpu(self) -> bool:

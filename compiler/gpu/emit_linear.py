@@ -102,6 +102,8 @@ def write_quantized(low: GpuLowering, value: str, form: str) -> dict[str, Arg]:
              "_scale": rows * {"nvfp4": k // BLOCK, "fp8_block": 4 * (k // GROUP)}.get(form, 4)}
     if form == "nvfp4":
         sizes["_factor"] = 4 * rows
+    if group := quantize_tactics.split_form(form)[1]:
+        sizes["_sum"] = 2 * rows * -(-k // group)
     places = {part: low.temporary(f"{value}.{form}{part}", size) for part, size in sizes.items()}
     low.quantized[low.identity(value), form] = {f"x{part}": place for part, place in places.items()}
     return {f"y{part}": place for part, place in places.items()}

@@ -20,7 +20,8 @@ class NotNative(WorkFailed):
 
 def require_native(asked: Sequence[tuple[int, Request, Choice]], code: Mapping[str, CompiledKernel]) -> None:
     """asked: (tokens of the bucket, request, choice). Raises NotNative for the first linear layer whose kernel has no
-    matrix instruction with operands of its precision's width, or any other one."""
+    matrix instruction with operands of its precision's width, or any other one. Only the minimums of groups are
+    multiplied in 16 bits beside eight."""
     for tokens, request, choice in asked:
         if not request.native or request.precision not in NATIVE_BITS:
             continue
@@ -28,7 +29,9 @@ def require_native(asked: Sequence[tuple[int, Request, Choice]], code: Mapping[s
         for launch in choice.candidate.launches:
             symbol = launch.kernel.symbol
             found = code[symbol].matrix
-            if {operand_bits(name) for name in found} != {wanted}:
+            bits = {operand_bits(name) for name in found}
+            beside = {16} if any(name == "x_sum" for name, _ in launch.kernel.parameters) else set()
+            if wanted not in bits or not bits <= {wanted} | beside:
                 shown = ", ".join(found) or "none"
                 raise NotNative(
                     f"{request.origin}: its kernel for {tokens} tokens, {symbol}, has to multiply operands of {wanted} "

@@ -32,8 +32,9 @@ def blob_parts(shape: tuple[int, ...], form: Format) -> dict[str, tuple[int, int
     count = math.prod(experts)
     sizes = {"w": count * n * form.stored_row(k) * _ELEMENT[form.weights]}
     if form.scales:
-        groups = -(-k // form.channels_per_scale) if form.channels_per_scale else 1
-        sizes["w_scale"] = count * -(-n // form.rows_per_scale) * groups * _ELEMENT[form.scales]
+        sizes["w_scale"] = count * -(-n // form.rows_per_scale) * form.num_scales(k) * _ELEMENT[form.scales]
+    if form.minimum:
+        sizes["w_minimum"] = sizes["w_scale"]
     if form.name == "nvfp4":
         sizes["scale"] = 4 * count
     parts, at = {}, 0
@@ -68,9 +69,11 @@ def pack_rows(expr: WeightExpr, source: TensorSource, form: Format, rows_at_a_ti
             arrays["scale"].view(np.float32)[expert] = packed.factor
         if packed.w_scale is None:
             continue
-        if form.name == "int4":  # [K / 128, N] of each matrix
-            scales = arrays["w_scale"].view(np.float16).reshape(-1, len(packed.w_scale), n)
-            scales[expert, :, begin:begin + len(packed.w)] = packed.w_scale
+        if form.is_int4:  # [groups, N] of each matrix
+            for name, array in (("w_scale", packed.w_scale), ("w_minimum", packed.w_minimum)):
+                if array is not None:
+                    whole = arrays[name].view(np.float16).reshape(-1, len(array), n)
+                    whole[expert, :, begin:begin + len(packed.w)] = array
         else:
             rows_before = expert * -(-n // form.rows_per_scale) + begin // form.rows_per_scale
             _place(arrays["w_scale"], packed.w_scale, rows_before)

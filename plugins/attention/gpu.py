@@ -8,7 +8,7 @@ part to finish combines them all.
 import triton
 import triton.language as tl
 
-from ..gpu.math import dot, group_of, limit, narrow, quantize, tanh, to_nvfp4
+from ..gpu.math import dot, group_of, group_sums, limit, narrow, quantize, tanh, to_nvfp4
 from ..rope.gpu import turned, write_rows
 
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -35,7 +35,7 @@ def _scales_of(scales, table, n, inside, kv_head, BLOCK_SIZE: tl.constexpr, BLOC
 
 @triton.jit
 def paged_attention(q, k, v, cos, sin, q_norm, k_norm, k_part, v_part, k_scales, v_scales, k_static, v_static, sinks,
-                    out, y, y_scale, y_factor, query_start, context_len, block_table, sizes, partial, arrived,
+                    out, y, y_scale, y_factor, y_sum, query_start, context_len, block_table, sizes, partial, arrived,
                     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
                     DP: tl.constexpr, DVP: tl.constexpr,
                     Q_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, ROTARY: tl.constexpr,
@@ -43,7 +43,7 @@ def paged_attention(q, k, v, cos, sin, q_norm, k_norm, k_part, v_part, k_scales,
                     SCALE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr,
                     BLOCK_SIZE: tl.constexpr, BLOCK_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, QB: tl.constexpr,
                     QP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr,
-                    TO: tl.constexpr):
+                    TO: tl.constexpr, SUMS: tl.constexpr):
     """out [T, Hq, DV] = softmax(SCALE q K^T) V for each token over the positions of its sequence that it sees.
 
     q               [T, Hq, D], tokens Q_STRIDE elements apart
@@ -51,8 +51,8 @@ def paged_attention(q, k, v, cos, sin, q_norm, k_norm, k_part, v_part, k_scales,
                     of a sequence's tokens in one tile: QB tokens or fewer in a step. QP: power of two that holds QB
     k_part, v_part, k_scales, v_scales, k_static, v_static, block_table: as rope_kv_write leaves them
     sinks           f32 [Hq]: one more logit a head in the denominator
-    y, y_scale, y_factor  None, or the result once more, as the next matrix takes it (TO, quantize/gpu.py): the last
-                    block of a tile of tokens to finish quantizes its rows
+    y, y_scale, y_factor, y_sum  None, or the result once more, as the next matrix takes it (TO, SUMS, quantize/gpu.py):
+                    the last block of a tile of tokens to finish quantizes its rows
     query_start i32 [B + 1], context_len i32 [B]: the tokens of the step are part of the context
     WINDOW, CHUNK, SOFTCAP: 0 for none. DP, DVP: powers of two that hold D and DV. STEPS: of the search
     partial f32: where the SPLITS of the context meet; arrived i32, zero before and after: with y one for each tile,
@@ -187,11 +187,13 @@ def paged_attention(q, k, v, cos, sin, q_norm, k_norm, k_part, v_part, k_scales,
         tl.debug_barrier()
         if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == KV_HEADS - 1:
             tl.store(arrived + tile, 0)
-            _quantize(out, y, y_scale, y_factor, start + q0, tl.minimum(length - q0, QB), Q_HEADS * DV, QP, TO)
+            _quantize(out, y, y_scale, y_factor, y_sum, start + q0, tl.minimum(length - q0, QB), Q_HEADS * DV, QP, TO,
+                      SUMS)
 
 
 @triton.jit
-def _quantize(out, y, y_scale, y_factor, first, count, D: tl.constexpr, ROWS: tl.constexpr, TO: tl.constexpr):
+def _quantize(out, y, y_scale, y_factor, y_sum, first, count, D: tl.constexpr, ROWS: tl.constexpr, TO: tl.constexpr,
+              SUMS: tl.constexpr):
     """Rows first .. first + count of out [T, D], which other blocks have written too, quantized by token as store_row
     does it. count: from 1 to ROWS."""
     CHUNK: tl.constexpr = 4096 // ROWS if ROWS < 32 else 128
@@ -235,6 +237,11 @@ def _quantize(out, y, y_scale, y_factor, first, count, D: tl.constexpr, ROWS: tl
             else:
                 q = quantize(v.to(tl.float32) * inverse[:, None], TO)
                 tl.store(y + rows[:, None] * D + (c + at)[None, :], q, mask=there)
+                if SUMS > 0:
+                    GROUPS: tl.constexpr = (D + SUMS - 1) // SUMS
+                    sums = c // SUMS + tl.arange(0, CHUNK // SUMS)
+                    tl.store(y_sum + rows[:, None] * GROUPS + sums[None, :], group_sums(q, SUMS),
+                             mask=inside & (sums < GROUPS)[None, :])
 
 
 @triton.jit

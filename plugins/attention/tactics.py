@@ -16,7 +16,7 @@ from ..gpu.kernel import (
     arguments,
     symbol,
 )
-from ..quantize.tactics import BYTES, ELEMENTS, output, unsupported_row
+from ..quantize.tactics import BYTES, ELEMENTS, element, output, row_bytes, unsupported_row
 
 MAX_FUSED = 8
 """Up to so many tokens a step attention turns and writes keys and values itself: all of them lie in one tile."""
@@ -41,7 +41,8 @@ class Problem:
     context      tokens of a sequence that the choice is made for; any length is served
     window, chunk, softcap  0: none
     kv_type      of the cache, as in rope_kv_write
-    y_type       the result is quantized too, by token: "fp8", "int8", "fp8_block", "nvfp4"; "": it is not
+    y_type       the result is quantized too, by token: "fp8", "int8", each also with sums ("fp8_sum32"), "fp8_block",
+                 "nvfp4"; "": it is not
     q_stride     elements between tokens of q; 0: dense. With rope that of rope counts
     rope         what rope_kv_write does is done here too: q, k and v are as the projection leaves them. For few tokens
     """
@@ -173,24 +174,25 @@ def cost(p: Problem, tile: Tile) -> Cost:
     if tile.splits > 1:
         moved += 8 * num_tiles(p, tile.tokens) * p.kv_heads * tile.splits * rows_of(p, tile) * (_power(p.value_dim) + 2)
     if p.y_type:
-        moved += p.m * p.q_heads * p.value_dim * (2 * BYTES[p.float_type] + BYTES[p.y_type])
+        row = p.q_heads * p.value_dim
+        moved += p.m * (2 * row * BYTES[p.float_type] + row_bytes(row, p.y_type))
     return Cost(reads + moved, 2.0 * p.m * p.max_tokens_seen * p.q_heads * (p.key_dim + p.value_dim))
 
 
 def launch(p: Problem, tile: Tile) -> GpuLaunch:
-    element, cache = f"*{ELEMENTS[p.float_type]}", f"*{ELEMENTS[p.kv_type]}"
+    floats, cache = f"*{ELEMENTS[p.float_type]}", f"*{ELEMENTS[p.kv_type]}"
     scales = "*fp32" if p.kv_type == "int8" else None
     static = "*fp32" if p.kv_type == "fp8" and p.static else None
     split = tile.splits > 1
     rope = p.rope or Rope(p.q_stride or p.q_heads * p.key_dim, 0, 0, 0)
-    new = element if p.rope is not None else None
+    new = floats if p.rope is not None else None
     turns = "*fp32" if rope.rotary else None
     norm = "*fp32" if rope.norm_eps is not None else None
     wanted: dict[str, Parameter | None] = {
-        "q": element, "k": new, "v": new, "cos": turns, "sin": turns, "q_norm": norm, "k_norm": norm,
+        "q": floats, "k": new, "v": new, "cos": turns, "sin": turns, "q_norm": norm, "k_norm": norm,
         "k_part": cache, "v_part": cache, "k_scales": scales, "v_scales": scales, "k_static": static,
-        "v_static": static, "sinks": "*fp32" if p.sinks else None, "out": element, "y": None, "y_scale": None,
-        "y_factor": None, "query_start": "*i32", "context_len": "*i32", "block_table": "*i32",
+        "v_static": static, "sinks": "*fp32" if p.sinks else None, "out": floats, "y": None, "y_scale": None,
+        "y_factor": None, "y_sum": None, "query_start": "*i32", "context_len": "*i32", "block_table": "*i32",
         "sizes": "*i32", "partial": "*fp32" if split else None,
         "arrived": "*i32" if split or p.y_type else None}
     if p.y_type:
@@ -204,7 +206,7 @@ def launch(p: Problem, tile: Tile) -> GpuLaunch:
         "SOFTCAP": p.softcap, "BLOCK_SIZE": p.block_size, "BLOCK_BYTES": p.block_bytes, "MAX_BLOCKS": p.max_blocks,
         "QB": tile.tokens, "QP": 1 << (tile.tokens - 1).bit_length(), "BM": rows, "BN": tile.positions,
         "SPLITS": tile.splits, "STEPS": p.max_batch.bit_length() + 1,
-        "TO": p.y_type}
+        **element(p.y_type)}
     words = [p.kv_type, p.float_type, f"q{p.q_heads}", f"kv{p.kv_heads}", f"d{p.key_dim}", f"v{p.value_dim}",
              f"{tile.tokens}x{tile.positions}", f"s{tile.splits}"]
     options = ((f"w{p.window}", p.window), (f"c{p.chunk}", p.chunk), (f"cap{p.softcap}", p.softcap), ("sinks", p.sinks),

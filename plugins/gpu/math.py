@@ -109,6 +109,12 @@ def quantize(v, TO: tl.constexpr):
 
 
 @triton.jit
+def group_sums(q, GROUP: tl.constexpr):
+    """The sums of each GROUP of quantized q [ROWS, K], float16 [ROWS, K / GROUP]: at most 128 * 448."""
+    return tl.sum(q.to(tl.float32).reshape(q.shape[0], q.shape[1] // GROUP, GROUP), 2).to(tl.float16)
+
+
+@triton.jit
 def limit(TO: tl.constexpr):
     """The largest value of a quantized type; of nvfp4 the largest scale times the largest element."""
     return 448.0 if TO == "fp8" else 127.0 if TO == "int8" else 2688.0

@@ -114,9 +114,9 @@ def _prepared(b, norm_weight, inverse, k, K: tl.constexpr, BK: tl.constexpr, QUA
 
 
 @triton.jit
-def _widened(q, zero, TO: tl.constexpr):
-    """Four-bit integers 0..15 less their zero point, exactly, in type TO. q u8 [BN, BK/2], zero i8 [BN, 1] or 8."""
-    values = q.to(tl.int8) - zero
+def _widened(q, TO: tl.constexpr):
+    """Four-bit integers 0..15 less 8, exactly, in type TO. q u8 [BN, BK/2]."""
+    values = q.to(tl.int8) - 8
     if TO == tl.float8e4nv:  # noqa: SIM300
         return values.to(tl.float16).to(TO)
     else:
@@ -124,27 +124,85 @@ def _widened(q, zero, TO: tl.constexpr):
 
 
 @triton.jit
-def _four_bits(w, scale, zero, b_low, b_high, acc, matrix, base, n, k, N, W_ROW: tl.constexpr, HEIGHT: tl.constexpr,
-               HALF: tl.constexpr, BN: tl.constexpr, TMA: tl.constexpr, DEFER: tl.constexpr):
-    """acc + the group's weights times activations. A byte holds channel j of the group below and j + HALF above, so
-    both halves are dense tiles. DEFER: integers are multiplied, and the sum is scaled; else the weights are scaled and
-    rounded to the activations' type, as a dequantized checkpoint has them. matrix: row of w at which the matrix of
-    HEIGHT rows begins; scale and zero [K / group, HEIGHT] of each matrix."""
+def _dequantized(q, s, m, TO: tl.constexpr):
+    """The weights that four bits stand for, rounded to type TO. q u8 [BN, HALF]; scale s and minimum m f32 [BN]; m
+    None: symmetric."""
+    if m is None:
+        return narrow(_widened(q, tl.float32) * s[:, None], TO)
+    else:
+        return narrow(q.to(tl.float32) * s[:, None] + m[:, None], TO)
+
+
+@triton.jit
+def _middle(s, m):
+    """What is in the middle of a group's grid, 8 steps from its minimum."""
+    return m.to(tl.float32) + 8.0 * s.to(tl.float32)
+
+
+@triton.jit
+def _four_bits(w, scale, minimum, b_low, b_high, sums_low, sums_high, acc, matrix, base, n, k, N, W_ROW: tl.constexpr,
+               HEIGHT: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr, TMA: tl.constexpr,
+               DEFER: tl.constexpr, ADD_SUMS: tl.constexpr):
+    """acc + the weights of a step, 2 * HALF channels, times activations b_low and b_high [BM, HALF].
+
+    A byte holds channel j of the step below and j + HALF above, so both halves are dense tiles, each of one group.
+    DEFER: integers are multiplied, and the sum is scaled; else the weights are scaled and rounded to the activations'
+    type, as a dequantized checkpoint has them. ADD_SUMS, with DEFER: the middle of a grid is multiplied with the sums
+    f32 [BM] of the activations. matrix: row of w at which the matrix of HEIGHT rows begins; scale and minimum
+    [K / GROUP, HEIGHT] of each matrix."""
     packed = _weights(w, base, n, k // 2, N, W_ROW, HALF, True, BN, TMA)
     rows = base - matrix + tl.minimum(n + tl.arange(0, BN), N - 1)
-    at = matrix * (W_ROW // HALF) + k // (2 * HALF) * HEIGHT + rows
-    s = tl.load(scale + at).to(tl.float32)
-    z = tl.load(zero + at).to(tl.int8)[:, None] if zero is not None else 8
+    at = matrix * (2 * W_ROW // GROUP) + k // GROUP * HEIGHT + rows
+    SHARED: tl.constexpr = GROUP == 2 * HALF
+    s_low = tl.load(scale + at).to(tl.float32)
+    s_high = s_low if SHARED else tl.load(scale + at + HEIGHT).to(tl.float32)
+    m_low, m_high = None, None
+    if minimum is not None and (ADD_SUMS or not DEFER):
+        m_low = tl.load(minimum + at).to(tl.float32)
+        m_high = m_low if SHARED else tl.load(minimum + at + HEIGHT).to(tl.float32)
     kind: tl.constexpr = b_low.dtype
     if DEFER:
         part = tl.zeros(acc.shape, tl.int32 if kind == tl.int8 else tl.float32)
-        part = dot(_widened(packed & 15, z, kind), b_low.T, part)
-        part = dot(_widened(packed >> 4, z, kind), b_high.T, part)
-        return acc + part.to(tl.float32) * s[:, None]
+        part = dot(_widened(packed & 15, kind), b_low.T, part)
+        if SHARED:
+            part = dot(_widened(packed >> 4, kind), b_high.T, part)
+            acc += part.to(tl.float32) * s_low[:, None]
+            if ADD_SUMS:
+                acc += _middle(s_low, m_low)[:, None] * (sums_low + sums_high)[None, :]
+        else:
+            acc += part.to(tl.float32) * s_low[:, None]
+            part = tl.zeros(acc.shape, tl.int32 if kind == tl.int8 else tl.float32)
+            part = dot(_widened(packed >> 4, kind), b_high.T, part)
+            acc += part.to(tl.float32) * s_high[:, None]
+            if ADD_SUMS:
+                acc += _middle(s_low, m_low)[:, None] * sums_low[None, :]
+                acc += _middle(s_high, m_high)[:, None] * sums_high[None, :]
+        return acc
     else:
-        low = narrow(_widened(packed & 15, z, tl.float32) * s[:, None], kind)
-        high = narrow(_widened(packed >> 4, z, tl.float32) * s[:, None], kind)
+        low = _dequantized(packed & 15, s_low, m_low, kind)
+        high = _dequantized(packed >> 4, s_high, m_high, kind)
         return dot(high, b_high.T, dot(low, b_low.T, acc))
+
+
+@triton.jit
+def _minimums(x_sum, scale, minimum, acc, xs, matrix, base, n, first, N, W_ROW: tl.constexpr, HEIGHT: tl.constexpr,
+              K: tl.constexpr, GROUP: tl.constexpr, COUNT: tl.constexpr, BN: tl.constexpr):
+    """acc + the middle of each group's grid times the sums of its activations, for COUNT groups from the first on.
+
+    By matrix instructions of 16 bits, since these are numbers of their own: beside the products of eight bits they are
+    few, one for GROUP of those. x_sum f16 [M, ceil(K / GROUP)]."""
+    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
+    STEP: tl.constexpr = 32 if COUNT > 16 else 16
+    rows = base - matrix + tl.minimum(n + tl.arange(0, BN), N - 1)
+    for begin in tl.range(0, COUNT, STEP, num_stages=1):
+        group = first + begin + tl.arange(0, STEP)
+        inside = (begin + tl.arange(0, STEP) < COUNT) & (group < GROUPS)
+        at = matrix * (2 * W_ROW // GROUP) + group[None, :] * HEIGHT + rows[:, None]
+        s = tl.load(scale + at, mask=inside[None, :], other=0.0)
+        m = tl.load(minimum + at, mask=inside[None, :], other=0.0)
+        sums = tl.load(x_sum + xs[:, None] * GROUPS + group[None, :], mask=inside[None, :], other=0.0)
+        acc = dot(_middle(s, m).to(tl.float16), sums.T, acc)
+    return acc
 
 
 @triton.jit
@@ -160,9 +218,10 @@ def _scaled_blocks(w, w_scale, b, b_scale, acc, base, n, k, N, K: tl.constexpr, 
 
 
 @triton.jit
-def linear(x, w, y, sizes, order, starts, x_scale, x_factor, w_scale, w_zero, scale, bias, residual, norm_weight,
-           added, added_weight, total, y_scale, partial, arrived, ROWS: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-           X_STRIDE: tl.constexpr, WEIGHTS: tl.constexpr, W_ROW: tl.constexpr, QUANTIZE: tl.constexpr,
+def linear(x, w, y, sizes, order, starts, x_scale, x_factor, x_sum, w_scale, w_minimum, scale, bias, residual,
+           norm_weight, added, added_weight, total, y_scale, partial, arrived, ROWS: tl.constexpr, N: tl.constexpr,
+           K: tl.constexpr, X_STRIDE: tl.constexpr, WEIGHTS: tl.constexpr, W_ROW: tl.constexpr, GROUP: tl.constexpr,
+           QUANTIZE: tl.constexpr,
            DEFER: tl.constexpr, GATED: tl.constexpr, EPS: tl.constexpr, TO: tl.constexpr, BM: tl.constexpr,
            BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr,
            EXPERTS: tl.constexpr, SHARE: tl.constexpr, STEPS: tl.constexpr, BY_ROW: tl.constexpr,
@@ -178,8 +237,9 @@ def linear(x, w, y, sizes, order, starts, x_scale, x_factor, w_scale, w_zero, sc
                 starts[e] <= i < starts[e + 1]; it is made of row order[i] // SHARE of x. STEPS: of the search for e.
                 BY_ROW: there is a block for each row, fewer than for each expert; those that are no first rows of a
                 tile have nothing to do
-    x_scale     f32 [M]; fp8_block: f32 [M, K/128]; nvfp4: e4m3 [M, K/16] and x_factor f32 [M]. w_scale, w_zero: by
-                format
+    x_scale     f32 [M]; fp8_block: f32 [M, K/128]; nvfp4: e4m3 [M, K/16] and x_factor f32 [M]. w_scale, w_minimum: by
+                format, GROUP channels of int4 share one
+    x_sum       f16 [M, ceil(K / GROUP)]: sums of quantized x, where groups have minimums
     scale       f32 [1]: one more factor; one for each of the EXPERTS
     bias        f32, an element for each row of w; residual [M, N] in the type of y; norm_weight f32 [K]
     added, added_weight, total  with norm_weight, the norm behind the block before and its residual: what is normalised
@@ -295,11 +355,15 @@ def linear(x, w, y, sizes, order, starts, x_scale, x_factor, w_scale, w_zero, sc
                 squares += tl.sum(high.to(tl.float32) * high.to(tl.float32), 1)
             low = _prepared(low, norm_weight, inverse, k, K, HALF, QUANTIZE)
             high = _prepared(high, norm_weight, inverse, k + HALF, K, HALF, QUANTIZE)
-            acc = _four_bits(w, w_scale, w_zero, low, high, acc, base, base, n, k, N, W_ROW, HEIGHT, HALF, BN, W_TMA,
-                             DEFER)
+            sums_low, sums_high = None, None
+            ADD_SUMS: tl.constexpr = DEFER and w_minimum is not None and x_sum is None
+            if ADD_SUMS:
+                sums_low, sums_high = tl.sum(low.to(tl.float32), 1), tl.sum(high.to(tl.float32), 1)
+            acc = _four_bits(w, w_scale, w_minimum, low, high, sums_low, sums_high, acc, base, base, n, k, N, W_ROW,
+                             HEIGHT, HALF, GROUP, BN, W_TMA, DEFER, ADD_SUMS)
             if GATED != "":
-                acc2 = _four_bits(w, w_scale, w_zero, low, high, acc2, base, base + N, n, k, N, W_ROW, HEIGHT, HALF, BN,
-                                  W_TMA, DEFER)
+                acc2 = _four_bits(w, w_scale, w_minimum, low, high, sums_low, sums_high, acc2, base, base + N, n, k, N,
+                                  W_ROW, HEIGHT, HALF, GROUP, BN, W_TMA, DEFER, ADD_SUMS)
         else:
             b = _floats(x, added, added_weight, behind, xs, m, k, K, X_STRIDE, BK, EVEN, X_TMA)
             if total is not None:
@@ -310,6 +374,14 @@ def linear(x, w, y, sizes, order, starts, x_scale, x_factor, w_scale, w_zero, sc
             acc = dot(_weights(w, base, n, k, N, W_ROW, BK, EVEN, BN, W_TMA), b.T, acc)
             if GATED != "":
                 acc2 = dot(_weights(w, base + N, n, k, N, W_ROW, BK, EVEN, BN, W_TMA), b.T, acc2)
+
+    if x_sum is not None:
+        COUNT: tl.constexpr = NUM_STEPS * BK // GROUP
+        acc = _minimums(x_sum, w_scale, w_minimum, acc, xs, base, base, n, split * COUNT, N, W_ROW, HEIGHT, K, GROUP,
+                        COUNT, BN)
+        if GATED != "":
+            acc2 = _minimums(x_sum, w_scale, w_minimum, acc2, xs, base, base + N, n, split * COUNT, N, W_ROW, HEIGHT, K,
+                             GROUP, COUNT, BN)
 
     if SPLITS > 1:
         ACCUMULATORS: tl.constexpr = 1 if GATED == "" else 2

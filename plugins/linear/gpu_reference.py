@@ -25,6 +25,13 @@ def quantize_groups(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return bits.reshape(x.shape), scale.reshape(len(x), -1)
 
 
+def group_sums(x: np.ndarray, group: int) -> np.ndarray:
+    """What quantized activations [M, K] are worth without their scale -> float16 [M, ceil(K / group)]: the sums of
+    groups of channels."""
+    padded = np.pad(x, ((0, 0), (0, -x.shape[1] % group)))
+    return padded.reshape(len(x), -1, group).sum(axis=2).astype(np.float16)
+
+
 def values(x: np.ndarray, to: str) -> np.ndarray:
     """What the stored activations are worth without their scale, float64."""
     if to == "bf16":
@@ -39,7 +46,8 @@ def linear(problem: Problem, x: np.ndarray, packed: Packed, *, x_scale: np.ndarr
     the type."""
     p = problem
     weights = unpack(packed).astype(np.float64)
-    if p.format == "int4" and p.activation in ("bf16", "fp16"):  # dequantized to the type of the activations
+    form = packed.format
+    if form.is_int4 and p.activation in ("bf16", "fp16"):  # dequantized to the type of the activations
         weights = from_bf16(to_bf16(weights)).astype(np.float64) if p.activation == "bf16" else \
             weights.astype(np.float16).astype(np.float64)
     if p.activation == "nvfp4":
@@ -65,6 +73,8 @@ def linear(problem: Problem, x: np.ndarray, packed: Packed, *, x_scale: np.ndarr
             wide = values(x, p.float_type)
             rows = rows / np.sqrt((wide * wide).mean(axis=1, keepdims=True) + p.norm_eps)
     y = rows @ weights.T * scale
+    if p.sums:
+        y = y + _rounding_of_sums(x, packed, p.activation) * (1 if x_scale is None else x_scale[:, None]) * scale
     if bias is not None:
         y = y + bias
     if p.gated:
@@ -72,6 +82,18 @@ def linear(problem: Problem, x: np.ndarray, packed: Packed, *, x_scale: np.ndarr
     if residual is not None:
         y = y + values(residual, p.float_type)
     return y if y_scale is None else y / y_scale
+
+
+def _rounding_of_sums(x: np.ndarray, packed: Packed, activation: str) -> np.ndarray:
+    """float64 [M, N]: what it changes that the sums of activations, and what they are multiplied with, the middle of
+    a group's grid, are float16 in the kernel."""
+    assert packed.w_scale is not None and packed.w_minimum is not None
+    wide, group = values(x, activation), packed.format.channels_per_scale
+    padded = np.pad(wide, ((0, 0), (0, -wide.shape[1] % group)))
+    exact = padded.reshape(len(x), -1, group).sum(axis=2)
+    middle = packed.w_minimum.astype(np.float64) + 8 * packed.w_scale.astype(np.float64)
+    middle, sums = middle[:exact.shape[1]], group_sums(wide, group).astype(np.float64)
+    return np.asarray(sums @ middle.astype(np.float32).astype(np.float16).astype(np.float64) - exact @ middle)
 
 
 def activate(v: np.ndarray, kind: str) -> np.ndarray:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..gpu.floats import E2M1_MAX, from_e2m1, from_e4m3, to_e2m1, to_e4m3
 from ..scheme import BLOCK
-from .quantize_weights import fit_w4, nearest_level
+from .quantize_weights import fit_w4, nearest_level, settle_exact
 
 Grids = tuple[np.ndarray, ...]
 """What tells the grid of each group, arrays [n]."""
@@ -41,7 +41,7 @@ class GridFormat(Protocol):
 
 @dataclass(frozen=True)
 class MinimumGrid:
-    """CPUs' w4a8: step * code + minimum, both float16, for 32 channels."""
+    """step * code + minimum, both float16: CPUs' w4a8, for 32 channels, and GPUs' int4 with minimums."""
 
     group: int = BLOCK
 
@@ -49,6 +49,7 @@ class MinimumGrid:
         """A straight line through the points (code, weight), once more with what matters most."""
         plain = fit_w4(x)
         if weight is None:
+            settle_exact(x, *plain)
             return plain
         best, error = plain, _error(self, x, plain, weight)
         for _ in range(2):
@@ -76,52 +77,48 @@ class MinimumGrid:
 # has a sign, so that the weight farthest from zero always gets the side with 8. Lower ones waste the outermost level,
 # higher ones cut the largest weight off for a finer grid.
 _DIVISORS = (8.0, 7.5, 7.0, 8.5, 9.0, 9.6)
-_SPANS = (15.0, 14.4, 15.6, 16.3)
+
+# A group that lies on a grid already may not reach its outermost level; 1 to 4 steps have a multiple among these and 8.
+_PART_DIVISORS = (6.0, 5.0)
+_EXACT, _MANY = 1e-5, 0.02
+"""A group lies on a grid if less than that part of its square is left; where so many do, others are tried for parts."""
+
+_MIDDLE = np.float32(8)
 
 
 @dataclass(frozen=True)
-class ZeroGrid:
-    """GPUs' int4: (code - zero) * scale, scale float16 with a sign; zero is 8, or with zero_points u8 a group."""
+class SymmetricGrid:
+    """GPUs' int4 without minimums: (code - 8) * scale, scale float16 with a sign."""
 
     group: int
-    zero_points: bool = False
 
     def fit(self, x: np.ndarray, weight: np.ndarray | None = None) -> Grids:
-        best, found = np.full(x.shape[1], np.inf, np.float32), None
-        for candidate, zero in self._candidates(x):
-            shifted = _codes(x, candidate, zero) - zero
+        most = np.take_along_axis(x, np.abs(x).argmax(axis=0)[None], 0)[0]
+        best, found = np.full(x.shape[1], np.inf, np.float32), np.zeros(x.shape[1], np.float16)
+
+        def attempt(divisor: float) -> None:
+            candidate = (most / np.float32(-divisor)).astype(np.float32)
+            shifted = _codes(x, candidate) - _MIDDLE
             matters = shifted if weight is None else shifted * weight
             square, product = np.einsum("gn,gn->n", matters, shifted), np.einsum("gn,gn->n", matters, x)
-            fitted = np.divide(product, square, out=candidate.copy(), where=square > 0)
-            tried = (_half(fitted), zero.astype(np.uint8))[:1 + self.zero_points]
-            error = _error(self, x, tried, weight)
+            tried = _half(np.divide(product, square, out=candidate.copy(), where=square > 0))
+            error = _error(self, x, (tried,), weight)
             better = error < best
-            best = np.where(better, error, best)
-            found = tried if found is None else tuple(np.where(better, a, b) for a, b in zip(tried, found, strict=True))
-        assert found is not None
-        return found
+            np.copyto(best, error, where=better)
+            np.copyto(found, tried, where=better)
 
-    def _candidates(self, x: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(scale, zero) to try, float32 [n] each."""
-        most = np.take_along_axis(x, np.abs(x).argmax(axis=0)[None], 0)[0]
-        middle = np.full(x.shape[1], 8, np.float32)
-        found = [((most / np.float32(-divisor)).astype(np.float32), middle) for divisor in _DIVISORS]
-        if self.zero_points:
-            low, high = np.minimum(x.min(axis=0), 0), np.maximum(x.max(axis=0), 0)
-            for span in _SPANS:
-                scale = ((high - low) / np.float32(span)).astype(np.float32)
-                zero = np.rint(np.divide(-low, scale, out=np.zeros_like(low), where=scale > 0)).clip(0, 15)
-                found.append((scale, zero.astype(np.float32)))
-        return found
+        for divisor in _DIVISORS:
+            attempt(divisor)
+        if weight is None and np.mean((most != 0) & (best <= _EXACT * np.einsum("gn,gn->n", x, x))) > _MANY:
+            for divisor in _PART_DIVISORS:
+                attempt(divisor)
+        return (found,)
 
     def nearest(self, x: np.ndarray, grids: Grids) -> np.ndarray:
-        return _codes(x, grids[0].astype(np.float32), self._zero(grids)).astype(np.uint8)
+        return _codes(x, grids[0].astype(np.float32)).astype(np.uint8)
 
     def values(self, codes: np.ndarray, grids: Grids) -> np.ndarray:
-        return (codes - self._zero(grids)) * grids[0].astype(np.float32)
-
-    def _zero(self, grids: Grids) -> np.ndarray:
-        return grids[1].astype(np.float32) if self.zero_points else np.float32(8)  # type: ignore[return-value]
+        return (codes - _MIDDLE) * grids[0].astype(np.float32)
 
 
 def _error(grid: GridFormat, x: np.ndarray, grids: Grids, weight: np.ndarray | None) -> np.ndarray:
@@ -134,11 +131,11 @@ def _half(values: np.ndarray) -> np.ndarray:
     return np.clip(values, -65504, 65504).astype(np.float16)
 
 
-def _codes(x: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> np.ndarray:
+def _codes(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """float32 0..15."""
     inverse = np.divide(1, scale, out=np.zeros_like(scale), where=scale != 0)
     codes = x * inverse
-    codes += zero
+    codes += _MIDDLE
     np.rint(codes, out=codes)
     return np.clip(codes, 0, 15, out=codes)
 

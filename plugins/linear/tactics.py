@@ -62,7 +62,6 @@ class Problem:
     activation: str
     float_type: str = "bf16"
     rows: str = "T"
-    zero_points: bool = False
     quantizes: bool = False
     token_scales: bool = False
     scale: bool = False
@@ -83,7 +82,6 @@ class Problem:
         assert not (self.quantizes and (self.token_scales or self.activation not in ("fp8", "int8", "nvfp4"))), self
         assert not (self.norm_eps is not None and self.token_scales), f"a norm of quantized values: {self}"
         assert not self.post_norm or (self.norm_eps is not None and not self.experts), self
-        assert not self.zero_points or self.format == "int4", self
         assert self.experts or self.choices == 1, self
 
     @property
@@ -106,11 +104,24 @@ class Problem:
         return self.float_type if self.quantizes else self.activation
 
     @property
+    def weights(self) -> Format:
+        return FORMATS[self.format]
+
+    @property
+    def sums(self) -> int:
+        """Quantized x comes with the sums of so many channels, which the minimums of their groups are multiplied with;
+        0: it does not."""
+        quantized = self.activation in ("fp8", "int8") and not self.quantizes
+        return self.weights.channels_per_scale if quantized and self.weights.minimum else 0
+
+    @property
     def precision(self) -> str:
         """The precision whose instruction the kernel must show."""
         if self.format == "fp8_block":
             return "fp8"
-        return "w4a8" if self.format == "int4" and self.activation in ("fp8", "int8") else self.format
+        if self.weights.is_int4:
+            return "w4a8" if self.activation in ("fp8", "int8") else "int4"
+        return self.format
 
 
 @dataclass(frozen=True)
@@ -213,6 +224,8 @@ def _many_tokens(p: Problem, device: Device) -> list[Tile]:
         if not one_accumulator and tokens > 64 and (
                 not device.has_warpgroup_mma or (p.format == "fp8_block" and device.capability >= 100)):
             continue  # a second accumulator does not fit the registers
+        if p.gated and _defers(p) and p.weights.is_int4 and p.format != "int4" and tokens > 64:
+            continue  # nor do sums of two groups, or what minimums take
         blocks = -(-p.n // 128) * row_tiles(p, tokens)
         stages, warps = _stages(p, device, 128, tokens, step, 4), 8 if tokens >= 128 or not one_accumulator else 4
         for splits in (1, 2, 4):
@@ -234,12 +247,12 @@ def row_tiles(p: Problem, tokens: int) -> int:
 
 def _defers(p: Problem) -> bool:
     """Sums of a group are scaled apart: a second accumulator."""
-    return p.format == "fp8_block" or (p.format == "int4" and p.activation in ("fp8", "int8"))
+    return p.format == "fp8_block" or (p.weights.is_int4 and p.activation in ("fp8", "int8"))
 
 
 def _channel_steps(p: Problem) -> tuple[int, ...]:
-    if p.format in ("int4", "fp8_block"):
-        return (GROUP,)
+    if p.format == "fp8_block" or p.weights.is_int4:
+        return (p.weights.step if p.weights.is_int4 else GROUP,)
     if p.format == "nvfp4":
         return (128, 256)
     return {32: (32,), 16: (64, 128), 8: (128, 256)}[FORMATS[p.format].bits]
@@ -264,8 +277,9 @@ def cost(p: Problem, tile: Tile) -> Cost:
     """Of experts as many are read as there are rows, at most all."""
     rows = p.n * (2 if p.gated else 1)
     x_rows = p.m if p.shared else p.num_rows
-    num_bytes = 1.0 * min(p.num_matrices, p.num_rows) * FORMATS[p.format].weight_bytes(rows, p.k, p.zero_points)
+    num_bytes = 1.0 * min(p.num_matrices, p.num_rows) * FORMATS[p.format].weight_bytes(rows, p.k)
     num_bytes += x_rows * p.k * _BYTES[p.x_type] + p.num_rows * p.n * _BYTES[p.y_type or p.float_type]
+    num_bytes += 2 * x_rows * p.weights.num_scales(p.k) if p.sums else 0
     num_bytes += p.residual * p.num_rows * p.n * _BYTES[p.float_type]
     if tile.splits > 1:
         num_bytes += 2 * 4 * tile.splits * tile.tokens * rows * row_tiles(p, tile.tokens)
@@ -283,10 +297,10 @@ def launch(p: Problem, tile: Tile) -> GpuLaunch:
     form = FORMATS[p.format]
     parameters, constants = _parameters(p, form, tile)
     blocks = -(-p.n // tile.features) * row_tiles(p, tile.tokens)
-    words = [p.format if p.format == "fp8_block" else p.precision, p.activation if p.format == "int4" else "",
+    groups = p.format.removeprefix("int4_") if form.is_int4 and p.format != "int4" else ""
+    words = [p.format if p.format == "fp8_block" else p.precision, p.activation if form.is_int4 else "", groups,
              f"n{p.n}", f"k{p.k}", p.rows, f"{tile.features}x{tile.tokens}x{tile.channels}"]
     options = ((f"s{tile.splits}", tile.splits > 1), ("tma", tile.tma), ("ws", tile.specialize),
-               ("zero", p.zero_points),
                ("quantize", p.quantizes), ("token", p.token_scales), ("scaled", p.scale), ("bias", p.bias),
                ("residual", p.residual), (f"norm{p.norm_eps}", p.norm_eps is not None),
                ("post", p.post_norm), (p.gated, p.gated),
@@ -320,7 +334,8 @@ def _parameters(p: Problem, form: Format, tile: Tile,
         "order": "*i32" if p.experts else None, "starts": "*i32" if p.experts else None,
         "x_scale": "*fp32" if p.token_scales and not nvfp4 else "*fp8e4nv" if p.x_type == "nvfp4" else None,
         "x_factor": "*fp32" if p.token_scales and nvfp4 else None,
-        "w_scale": f"*{form.scales}" if form.scales else None, "w_zero": "*u8" if p.zero_points else None,
+        "x_sum": "*fp16" if p.sums else None, "w_scale": f"*{form.scales}" if form.scales else None,
+        "w_minimum": f"*{form.scales}" if form.minimum else None,
         "scale": "*fp32" if p.scale else None, "bias": "*fp32" if p.bias else None,
         "residual": f"*{ELEMENTS[p.float_type]}" if p.residual else None,
         "norm_weight": "*fp32" if p.norm_eps is not None else None,
@@ -330,7 +345,9 @@ def _parameters(p: Problem, form: Format, tile: Tile,
         "y_scale": "*fp32" if p.y_type in ("fp8", "int8") else None,
         "partial": "*fp32" if tile.splits > 1 else None, "arrived": "*i32" if tile.splits > 1 else None}
     constants: dict[str, Constant] = {
-        "ROWS": SIZES[p.rows], "N": p.n, "K": p.k, "X_STRIDE": stride, "WEIGHTS": p.format, "W_ROW": row,
+        "ROWS": SIZES[p.rows], "N": p.n, "K": p.k, "X_STRIDE": stride,
+        "WEIGHTS": "int4" if form.is_int4 else p.format, "W_ROW": row,
+        "GROUP": form.channels_per_scale if form.is_int4 else 0,
         "QUANTIZE": p.activation if p.quantizes else "", "DEFER": _defers(p), "GATED": p.gated,
         "EPS": p.norm_eps or 0.0, "TO": p.y_type or p.float_type, "BM": tile.tokens, "BN": tile.features,
         "BK": tile.channels, "SPLITS": tile.splits, "X_TMA": tile.tma and not p.experts,

@@ -22,13 +22,13 @@ def _normalised(v, weight, bias, at, D: tl.constexpr, KIND: tl.constexpr, EPS: t
 
 
 @triton.jit
-def norm(x, residual, total, weight, bias, x_weight, y, y_scale, y_factor, static_scale, sizes, ROWS: tl.constexpr,
-         GROUP: tl.constexpr, D: tl.constexpr, X_STRIDE: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr,
-         EPS: tl.constexpr, TO: tl.constexpr):
+def norm(x, residual, total, weight, bias, x_weight, y, y_scale, y_factor, y_sum, static_scale, sizes,
+         ROWS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, X_STRIDE: tl.constexpr, BLOCK: tl.constexpr,
+         KIND: tl.constexpr, EPS: tl.constexpr, TO: tl.constexpr, SUMS: tl.constexpr):
     """y = norm(s), s = x + residual, or norm(x) by x_weight + residual (a norm after the block as well).
 
     x [T, GROUP, D], tokens X_STRIDE elements apart; residual and total [T, GROUP, D] in x's type: s goes to total,
-    which may be residual itself. Without residual s is x, and total is not written. y, y_scale, y_factor,
+    which may be residual itself. Without residual s is x, and total is not written. y, y_scale, y_factor, y_sum,
     static_scale: store_row; without y the sum is all that is wanted.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -45,4 +45,5 @@ def norm(x, residual, total, weight, bias, x_weight, y, y_scale, y_factor, stati
         tl.store(total + row * D + at, rounded, mask=inside)
         v = rounded.to(tl.float32)
     if y is not None:
-        store_row(_normalised(v, weight, bias, at, D, KIND, EPS), y, y_scale, y_factor, static_scale, row, D, BLOCK, TO)
+        v = _normalised(v, weight, bias, at, D, KIND, EPS)
+        store_row(v, y, y_scale, y_factor, y_sum, static_scale, row, D, BLOCK, TO, SUMS)

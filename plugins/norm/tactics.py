@@ -17,7 +17,7 @@ from ..gpu.kernel import (
     arguments,
     symbol,
 )
-from ..quantize.tactics import BYTES, ELEMENTS, output, row_block, row_warps, unsupported_row
+from ..quantize.tactics import BYTES, ELEMENTS, element, output, row_block, row_bytes, row_warps, unsupported_row
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,15 @@ def candidates(problem: Problem, device: Device) -> Candidates:
     if reason := unsupported_row(p.d, p.y_type or p.float_type, device):
         return Candidates(refused=(Refusal(name, reason),))
     scales, absent = output(p.y_type, p.static)
-    element = f"*{ELEMENTS[p.float_type]}"
+    x = f"*{ELEMENTS[p.float_type]}"
     wanted: dict[str, Parameter | None] = {
-        "x": element, "residual": element if p.residual else None, "total": element if p.residual else None,
+        "x": x, "residual": x if p.residual else None, "total": x if p.residual else None,
         "weight": "*fp32" if p.weight else None, "bias": "*fp32" if p.bias else None,
         "x_weight": "*fp32" if p.x_weight else None, **scales, "sizes": "*i32"}
     constants: dict[str, Constant] = {"ROWS": SIZES[p.rows], "GROUP": p.group, "D": p.d,
                                       "X_STRIDE": p.x_stride or p.group * p.d,
-                                      "BLOCK": row_block(p.d), "KIND": p.kind, "EPS": p.eps, "TO": p.y_type}
+                                      "BLOCK": row_block(p.d, p.y_type), "KIND": p.kind, "EPS": p.eps,
+                                      **element(p.y_type)}
     words = ("weight" if p.weight else "", "bias" if p.bias else "", "add" if p.residual else "",
              "norm_x" if p.x_weight else "", f"x{p.x_stride}" if p.x_stride not in (0, p.group * p.d) else "",
              f"g{p.group}" if p.group > 1 else "")
@@ -72,5 +73,6 @@ def candidates(problem: Problem, device: Device) -> Candidates:
                *words),
         "ingot.plugins.norm.gpu", "norm", *arguments(wanted, absent | constants), row_warps(p.d), 1)
     rows = p.m * p.group
-    cost = Cost(rows * p.d * ((3 if p.residual else 1) * BYTES[p.float_type] + BYTES.get(p.y_type, 0)), 0)
+    moved = p.d * (3 if p.residual else 1) * BYTES[p.float_type] + (row_bytes(p.d, p.y_type) if p.y_type else 0)
+    cost = Cost(rows * moved, 0)
     return Candidates((Candidate(name, (GpuLaunch(kernel, (rows, 1, 1)),), cost),))

@@ -4,15 +4,17 @@ the gate, or the residual sum and the norm, and the quantization of what the nex
 import triton
 import triton.language as tl
 
-from ..gpu.math import activation, limit, quantize, to_nvfp4
+from ..gpu.math import activation, group_sums, limit, quantize, to_nvfp4
 
 
 @triton.jit
-def store_row(v, y, y_scale, y_factor, static_scale, row, D: tl.constexpr, BLOCK: tl.constexpr, TO: tl.constexpr):
+def store_row(v, y, y_scale, y_factor, y_sum, static_scale, row, D: tl.constexpr, BLOCK: tl.constexpr,
+              TO: tl.constexpr, SUMS: tl.constexpr):
     """Row v float32 [BLOCK], zero beyond D, as the next layer reads it.
 
     TO bf16, fp16, fp32: y [T, D]
-    TO fp8, int8: y [T, D] and y_scale f32 [T], or, with static_scale f32 [1], y alone
+    TO fp8, int8: y [T, D] and y_scale f32 [T], or, with static_scale f32 [1], y alone; SUMS > 0: y_sum f16
+              [T, ceil(D / SUMS)], the sums of so many of a row of y
     TO fp8_block: y [T, D], y_scale f32 [T, D/128]
     TO nvfp4: y u8 [T, D/2], y_scale e4m3 [T, D/16], of v / static_scale, or without one of v / y_factor f32 [T]
     """
@@ -44,14 +46,21 @@ def store_row(v, y, y_scale, y_factor, static_scale, row, D: tl.constexpr, BLOCK
             largest = tl.max(tl.abs(v), 0)
             q = v * tl.where(largest > 0, limit(TO) / largest, 0.0)
             tl.store(y_scale + row, largest / limit(TO))
-        tl.store(y + row * D + at, quantize(q, TO), mask=at < D)
+        q = quantize(q, TO)
+        tl.store(y + row * D + at, q, mask=at < D)
+        if SUMS > 0:
+            GROUPS: tl.constexpr = (D + SUMS - 1) // SUMS
+            group = tl.arange(0, BLOCK // SUMS)
+            sums = group_sums(q.reshape(1, BLOCK), SUMS).reshape(BLOCK // SUMS)
+            tl.store(y_sum + row * GROUPS + group, sums, mask=group < GROUPS)
     else:
         tl.store(y + row * D + at, quantize(v, TO), mask=at < D)
 
 
 @triton.jit
-def quantize_rows(x, y, y_scale, y_factor, static_scale, sizes, ROWS: tl.constexpr, GROUP: tl.constexpr,
-                  D: tl.constexpr, X_STRIDE: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr, TO: tl.constexpr):
+def quantize_rows(x, y, y_scale, y_factor, y_sum, static_scale, sizes, ROWS: tl.constexpr, GROUP: tl.constexpr,
+                  D: tl.constexpr, X_STRIDE: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr, TO: tl.constexpr,
+                  SUMS: tl.constexpr):
     """y = x, or act(gate) * other where x holds [gate | other] of D channels each, rows X_STRIDE apart; GROUP rows for
     each token, or row of logits."""
     row = tl.program_id(0).to(tl.int64)
@@ -62,4 +71,4 @@ def quantize_rows(x, y, y_scale, y_factor, static_scale, sizes, ROWS: tl.constex
     if GATED != "":
         other = tl.load(x + row * X_STRIDE + D + at, mask=at < D, other=0.0).to(tl.float32)
         v = activation(v, GATED) * other
-    store_row(v, y, y_scale, y_factor, static_scale, row, D, BLOCK, TO)
+    store_row(v, y, y_scale, y_factor, y_sum, static_scale, row, D, BLOCK, TO, SUMS)

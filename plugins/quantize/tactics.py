@@ -24,6 +24,21 @@ BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "nvfp4"
          "fp8_block": 1.03125}
 """Of an element with its share of the scales of a block."""
 
+_SUM = "_sum"
+
+
+def split_form(form: str) -> tuple[str, int]:
+    """("fp8", 32) of "fp8_sum32": quantized by token, and the sums of each 32 channels beside them; else (form, 0)."""
+    name, _, group = form.partition(_SUM)
+    return name, int(group or 0)
+
+
+def row_bytes(d: int, form: str) -> float:
+    """Of d elements in that form with their share of scales and sums."""
+    name, group = split_form(form)
+    return d * BYTES[name] + (2 * -(-d // group) if group else 0)
+
+
 MAX_ROW = 32768
 """Channels of the longest row that a block holds in registers."""
 
@@ -34,7 +49,7 @@ class Problem:
 
     m, d        the most rows of a step; channels of y
     float_type  of x
-    y_type      "fp8", "int8", "fp8_block", "nvfp4", or a floating type
+    y_type      "fp8", "int8", each also with sums ("int8_sum32"), "fp8_block", "nvfp4", or a floating type
     static      quantized by a scale known beforehand
     gated       activation of the gate, or ""
     group       rows a token; x_stride: elements between rows, 0: dense
@@ -60,20 +75,20 @@ def candidates(problem: Problem, device: Device) -> Candidates:
     scales, absent = output(p.y_type, p.static)
     wanted: dict[str, Parameter | None] = {"x": f"*{ELEMENTS[p.float_type]}", **scales, "sizes": "*i32"}
     constants: dict[str, Constant] = {"ROWS": SIZES[p.rows], "GROUP": p.group, "D": p.d,
-                                      "X_STRIDE": p.x_stride or width, "BLOCK": row_block(p.d),
-                                      "GATED": p.gated, "TO": p.y_type}
+                                      "X_STRIDE": p.x_stride or width, "BLOCK": row_block(p.d, p.y_type),
+                                      "GATED": p.gated, **element(p.y_type)}
     kernel = GpuKernel(
         symbol("quantize", p.y_type, "static" if p.static else "", f"d{p.d}", p.rows, p.gated, p.float_type,
                f"x{p.x_stride}" if p.x_stride not in (0, width) else "", f"g{p.group}" if p.group > 1 else ""),
         "ingot.plugins.quantize.gpu", "quantize_rows", *arguments(wanted, absent | constants), row_warps(p.d), 1)
     rows = p.m * p.group
-    cost = Cost(rows * (width * BYTES[p.float_type] + p.d * BYTES[p.y_type]), 0)
+    cost = Cost(rows * (width * BYTES[p.float_type] + row_bytes(p.d, p.y_type)), 0)
     return Candidates((Candidate(name, (GpuLaunch(kernel, (rows, 1, 1)),), cost),))
 
 
 def unsupported_row(d: int, y_type: str, device: Device) -> str:
     """Why a row of d channels cannot be written as y_type; "" if it can."""
-    if y_type in ("fp8", "fp8_block") and not device.has_fp8:
+    if split_form(y_type)[0] in ("fp8", "fp8_block") and not device.has_fp8:
         return f"fp8 needs sm_89 or newer, this is {device.arch}"
     if y_type == "nvfp4" and not device.has_fp4:
         return f"nvfp4 needs sm_100a or newer, this is {device.arch}"
@@ -88,8 +103,11 @@ def unsupported_row(d: int, y_type: str, device: Device) -> str:
 
 def output(y_type: str, static: bool) -> tuple[dict[str, Parameter], dict[str, Constant]]:
     """Parameters of what store_row writes, and which of them are absent."""
+    y_type, group = split_form(y_type)
     parameters: dict[str, Parameter] = {"y": f"*{ELEMENTS[y_type]}"} if y_type else {}
-    absent: dict[str, Constant] = dict.fromkeys(("y", "y_scale", "y_factor", "static_scale"))
+    absent: dict[str, Constant] = dict.fromkeys(("y", "y_scale", "y_factor", "y_sum", "static_scale"))
+    if group:
+        parameters["y_sum"] = "*fp16"
     if y_type == "nvfp4":
         parameters |= {"y_scale": "*fp8e4nv", "static_scale" if static else "y_factor": "*fp32"}
     elif y_type == "fp8_block":
@@ -99,9 +117,15 @@ def output(y_type: str, static: bool) -> tuple[dict[str, Parameter], dict[str, C
     return parameters, {name: None for name in absent if name not in parameters}
 
 
-def row_block(d: int) -> int:
-    """The power of two that holds a row."""
-    return max(32, 1 << (d - 1).bit_length())
+def element(y_type: str) -> dict[str, Constant]:
+    """Constants of store_row that tell the form of y."""
+    to, group = split_form(y_type)
+    return {"TO": to, "SUMS": group}
+
+
+def row_block(d: int, y_type: str = "") -> int:
+    """The power of two that holds a row, and a group whose sum is wanted."""
+    return max(32, split_form(y_type)[1], 1 << (d - 1).bit_length())
 
 
 def row_warps(d: int) -> int:

@@ -16,7 +16,7 @@ from ingot.plugins.linear.compensate import (
 from ingot.plugins.linear.gpu_formats import FORMATS
 from ingot.plugins.linear.gpu_formats import pack as pack_gpu
 from ingot.plugins.linear.gpu_formats import unpack as unpack_gpu
-from ingot.plugins.linear.grids import E2M1Grid, GridFormat, MinimumGrid, ZeroGrid
+from ingot.plugins.linear.grids import E2M1Grid, GridFormat, MinimumGrid, SymmetricGrid
 from ingot.plugins.linear.pack import dequantize, pack, unpack
 from ingot.plugins.scheme import SCHEMES
 
@@ -98,7 +98,7 @@ def test_channels_that_are_never_seen() -> None:
     assert np.square(silent - w).sum() <= np.square(dequantize(w, W4) - w).sum()
 
 
-GRIDS = [MinimumGrid(), ZeroGrid(128), ZeroGrid(64), ZeroGrid(32, zero_points=True), ZeroGrid(128, zero_points=True),
+GRIDS = [MinimumGrid(), SymmetricGrid(128), SymmetricGrid(64), MinimumGrid(64), MinimumGrid(128),
          E2M1Grid(0.002)]
 
 
@@ -120,9 +120,9 @@ def test_what_lies_on_a_grid_stays_there(grid: GridFormat) -> None:
     assert np.linalg.norm(again - w) <= 2e-3 * np.linalg.norm(w)
 
 
-@pytest.mark.parametrize("grid", [ZeroGrid(128), ZeroGrid(128, zero_points=True)], ids=str)
-def test_a_search_errs_less_than_the_largest_weight_at_the_last_level(grid: ZeroGrid) -> None:
-    w = weights(64, 256) + (0.5 if grid.zero_points else 0)
+@pytest.mark.parametrize(("grid", "mean"), [(SymmetricGrid(128), 0.0), (MinimumGrid(128), 0.5)], ids=str)
+def test_a_search_errs_less_than_the_largest_weight_at_the_last_level(grid: GridFormat, mean: float) -> None:
+    w = weights(64, 256) + np.float32(mean)
     groups = w.reshape(-1, 128)
     scale = np.abs(groups).max(axis=1, keepdims=True) / 7.5
     simple = (np.rint(groups / scale).clip(-8, 7) * scale).reshape(w.shape)
@@ -140,11 +140,11 @@ def test_blocks_of_a_moment_are_compensated_apart() -> None:
     """As two layers of half the width, one after the other."""
     w, moment = weights(16, 256), correlated(256)
     halves = [moment[:128, :128], moment[128:, 128:]]
-    got = dequantized(*round_compensated(w, ZeroGrid(64), feedback(halves, 64)), ZeroGrid(64))
+    got = dequantized(*round_compensated(w, SymmetricGrid(64), feedback(halves, 64)), SymmetricGrid(64))
     assert np.linalg.norm(got - w) > 0
     for part, half in ((slice(0, 128), halves[0]), (slice(128, 256), halves[1])):
         alone = feedback([half], 64)
-        plain = dequantized(*round_plain(w[:, part], ZeroGrid(64)), ZeroGrid(64)) - w[:, part]
+        plain = dequantized(*round_plain(w[:, part], SymmetricGrid(64)), SymmetricGrid(64)) - w[:, part]
         assert output_error(got[:, part] - w[:, part], alone).sum() < 0.6 * output_error(plain, alone).sum()
 
 

@@ -64,7 +64,8 @@ def test_cases_are_those_of_the_tests() -> None:
 
 
 def test_kernels_pass_on_the_device(runner: DeviceRunner) -> None:
-    wanted = "linear.test_zero_points", "linear.test_descriptors[int4-bf16", "rope.test_static_scales", "rows.test_rows"
+    wanted = ("linear.test_residual_and_rows_of_logits", "linear.test_groups_and_minimums[split-fp8-int4_g32m",
+              "rope.test_static_scales", "rows.test_rows")
     chosen = [next(one for one in list_cases() if one.name.startswith(name)) for name in wanted]
     outcomes = check_kernels(chosen, runner, "sm_90")
     assert [(o.status, o.detail) for o in outcomes] == [("passed", "")] * len(wanted)
@@ -77,7 +78,7 @@ def test_what_fails_is_told(runner: DeviceRunner) -> None:
     def missing(interpreter: Any) -> None:
         raise NoCode("not for sm_90a")
 
-    module = case("linear.test_zero_points").module
+    module = case("linear.test_residual_and_rows_of_logits").module
     outcomes = check_kernels([Case("a.wrong", module, wrong), Case("a.missing", module, missing)], runner, "sm_90")
     assert [(o.status, o.detail) for o in outcomes] == [
         ("failed", "AssertionError: at (0, 1): got 1.0, wanted 2.0 | and more"), ("skipped", "not for sm_90a")]
@@ -85,7 +86,7 @@ def test_what_fails_is_told(runner: DeviceRunner) -> None:
 
 def test_a_device_that_fails_ends_the_section(runner: DeviceRunner) -> None:
     fake = runner.context.driver.api
-    cases = [case("rope.test_static_scales"), case("linear.test_zero_points")]
+    cases = [case("rope.test_static_scales"), case("linear.test_residual_and_rows_of_logits")]
     fake.fail("cuLaunchKernelEx", 1, "CUDA_ERROR_LAUNCH_FAILED")
     outcomes = check_kernels(cases, runner, "sm_90")
     assert len(outcomes) == 1 and "CUDA_ERROR_LAUNCH_FAILED" in outcomes[0].detail
@@ -102,7 +103,7 @@ def test_writing_behind_an_array_is_found(runner: DeviceRunner) -> None:
 
 
 def test_tolerances_of_a_device(runner: DeviceRunner) -> None:
-    one = case("linear.test_zero_points")
+    one = case("linear.test_residual_and_rows_of_logits")
     original = one.module.assert_close
     got, wanted = np.array([1.0, 1.00005]), np.array([1.0, 1.0])
     with pytest.raises(AssertionError):

@@ -158,7 +158,7 @@ class _Matrix:
                     return None
                 return np.take(np.concatenate([array] * times, axis=axis), np.arange(self.n), axis=axis)
 
-            scales_axis = 1 if self.format == "int4" else 0
+            scales_axis = 1 if FORMATS[self.format].is_int4 else 0
             w = whole(part.w, 0)
             assert w is not None
             matrix = replace(part, w=w, w_scale=whole(part.w_scale, scales_axis))
@@ -202,7 +202,7 @@ def _linear(matrix: _Matrix, m: int) -> RateCase:
 
     return RateCase(f"linear {p.n} x {p.k}, {m} rows", matrix.precision,
                     shortlist(legal, matrix.gpu, matrix.precision, _CHOICES), 2.0 * m * p.n * p.k,
-                    FORMATS[p.format].weight_bytes(p.n, p.k, False), arrays, error)
+                    FORMATS[p.format].weight_bytes(p.n, p.k), arrays, error)
 
 
 def _attention(gpu: Gpu, kv_type: str, context: tuple[int, int, int], heads: tuple[int, int, int]) -> RateCase:

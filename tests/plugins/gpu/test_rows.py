@@ -12,12 +12,13 @@ from ingot.plugins.embedding.tactics import candidates as embedding_candidates
 from ingot.plugins.gpu.floats import E4M3_MAX, from_e2m1, from_e4m3, to_e4m3
 from ingot.plugins.gpu.kernel import Candidates
 from ingot.plugins.linear.gpu_formats import nvfp4_blocks, unpack_nibbles
-from ingot.plugins.linear.gpu_reference import activate, quantize_groups, quantize_tokens
+from ingot.plugins.linear.gpu_reference import activate, group_sums, quantize_groups, quantize_tokens
 from ingot.plugins.norm.reference import layer_norm, rms_norm
 from ingot.plugins.norm.tactics import Problem as Norm
 from ingot.plugins.norm.tactics import candidates as norm_candidates
 from ingot.plugins.quantize.tactics import Problem as Quantize
 from ingot.plugins.quantize.tactics import candidates as quantize_candidates
+from ingot.plugins.quantize.tactics import split_form
 
 from .support import assert_close, compiled, device, load, store, unwritten
 
@@ -32,8 +33,10 @@ def run(interpreter: Interpreter, found: Candidates, arrays: dict[str, np.ndarra
 
 
 def outputs(y_type: str, m: int, d: int) -> dict[str, np.ndarray]:
+    y_type, group = split_form(y_type)
     if y_type in ("fp8", "int8"):
-        return {"y": np.full((m, d), 0x55, np.uint8), "y_scale": np.full(m, np.nan, np.float32)}
+        sums = np.full((m, -(-d // group) if group else 1), np.nan, np.float16)
+        return {"y": np.full((m, d), 0x55, np.uint8), "y_scale": np.full(m, np.nan, np.float32), "y_sum": sums}
     if y_type == "nvfp4":
         return {"y": np.full((m, d // 2), 0x55, np.uint8), "y_scale": np.full((m, d // 16), 0x55, np.uint8)}
     return {"y": unwritten((m, d), y_type)}
@@ -44,6 +47,7 @@ STATIC = 0.031
 
 def check_output(out: dict[str, np.ndarray], wanted: np.ndarray, y_type: str, static: bool, rows: int) -> None:
     """wanted float64 [rows, D]: what is quantized."""
+    y_type, group = split_form(y_type)
     if y_type in ("bf16", "fp16", "fp32"):
         assert_close(load(out["y"][:rows], y_type), wanted, y_type)
         assert np.isnan(load(out["y"][rows:], y_type)).all()
@@ -65,12 +69,16 @@ def check_output(out: dict[str, np.ndarray], wanted: np.ndarray, y_type: str, st
         assert np.allclose(out["y_scale"][:rows], scale, rtol=1e-5)
     got = out["y"][:rows] if y_type == "fp8" else out["y"][:rows].view(np.int8)
     values = from_e4m3 if y_type == "fp8" else (lambda b: b.astype(np.float32))
+    if group:
+        assert np.array_equal(out["y_sum"][:rows], group_sums(values(got), group)), "of what is stored"
+        assert np.isnan(out["y_sum"][rows:]).all()
     assert (values(got) == values(bits)).mean() > 0.98, "all but values that lie next to a tie"
     assert np.abs(values(got) - values(bits)).max() <= (E4M3_MAX / 14 if y_type == "fp8" else 1)
 
 
 @pytest.mark.parametrize(("y_type", "static"), [("bf16", False), ("fp32", False), ("fp8", False), ("fp8", True),
-                                                ("int8", False), ("int8", True), ("nvfp4", True)])
+                                                ("int8", False), ("int8", True), ("nvfp4", True), ("fp8_sum32", False),
+                                                ("int8_sum64", False), ("int8_sum128", False)])
 @pytest.mark.parametrize("gated", ["", "silu", "gelu_tanh"])
 def test_quantize(interpreter: Interpreter, y_type: str, static: bool, gated: str) -> None:
     d = 80 if y_type == "nvfp4" else D
@@ -107,7 +115,8 @@ def test_rows_of_zeros(interpreter: Interpreter) -> None:
 
 
 @pytest.mark.parametrize("kind", ["rms_norm", "layer_norm"])
-@pytest.mark.parametrize(("y_type", "static"), [("bf16", False), ("fp8", False), ("int8", True), ("nvfp4", True)])
+@pytest.mark.parametrize(("y_type", "static"), [("bf16", False), ("fp8", False), ("int8", True), ("nvfp4", True),
+                                                ("fp8_sum128", False), ("int8_sum32", False)])
 @pytest.mark.parametrize("residual", [False, True])
 def test_norms(interpreter: Interpreter, kind: str, y_type: str, static: bool, residual: bool) -> None:
     d = 80 if y_type == "nvfp4" else D
