@@ -67,6 +67,7 @@ class Quality:
     """Of an engine against transformers in float32, over `num_tokens` predicted tokens of a held-out text.
 
     perplexity_increase  of the engine's over the reference's, 0.01 for one per cent
+    standard_error       of that increase, from the differences between the two token by token
     top1_agreement       share of tokens with the same most probable next token
     kl_divergence        of the engine's distributions from the reference's; mean, in nats
     worst_layers         those that add most to the error, first
@@ -76,6 +77,7 @@ class Quality:
     perplexity: float
     reference_perplexity: float
     perplexity_increase: float
+    standard_error: float
     top1_agreement: float
     kl_divergence: float
     worst_layers: tuple[LayerError, ...]
@@ -91,11 +93,11 @@ class Quality:
                           "command": "ingot compare ENGINE CHECKPOINT --quality"}
 
     def describe(self) -> list[tuple[str, str]]:
-        """For people: a name and a text each. An increase of -1e-9 is none."""
+        """For people: a name and a text each."""
         layers = ", ".join(f"{layer.name} {layer.error:.1e}" for layer in self.worst_layers)
         return [
             ("perplexity", f"{self.perplexity:.4f}, the checkpoint's in float32 {self.reference_perplexity:.4f} "
-                           f"({round(self.perplexity_increase, 6) + 0.0:+.2%})"),
+                           f"({increase_text(self.perplexity_increase, self.standard_error)})"),
             ("agreement", f"best next token equal for {self.top1_agreement:.2%} of {self.num_tokens} tokens, "
                           f"KL divergence {self.kl_divergence:.2e} nats"),
             ("worst layers", layers or "(none traced)"),
@@ -116,6 +118,11 @@ class Quality:
             raise WorkFailed(f"{what} is not good enough: {'; '.join(found)}.\n  No engine was written. The layers "
                              f"that err most (error, as a part of what the layer changes): {layers or 'unknown'}.\n"
                              "  A precision of more bits errs less: ingot targets lists them.")
+
+
+def increase_text(increase: float, standard_error: float) -> str:
+    """Such as "+0.36% ± 0.11%". An increase of -1e-9 is none."""
+    return f"{round(increase, 6) + 0.0:+.2%} ± {standard_error:.2%}"
 
 
 def _rounded(value: Any) -> Any:
@@ -173,8 +180,9 @@ def measure_quality(engine: Engine, reference: ReferenceModel,
     layers = _layer_errors(engine, reference, [*prefix, *tokens[:traced - len(prefix)]])
     perplexity = _perplexity(sums.nll / sums.count, "engine")
     own = _perplexity(sums.reference_nll / sums.count, "model")
-    return Quality(perplexity, own, perplexity / own - 1, sums.agreeing / sums.count, sums.kl / sums.count,
-                   tuple(layers[:NUM_WORST]), sums.count, window, hashlib.sha256(text.encode()).hexdigest())
+    return Quality(perplexity, own, perplexity / own - 1, sums.standard_error(), sums.agreeing / sums.count,
+                   sums.kl / sums.count, tuple(layers[:NUM_WORST]), sums.count, window,
+                   hashlib.sha256(text.encode()).hexdigest())
 
 
 def _perplexity(mean_nll: float, what: str) -> float:
@@ -196,10 +204,12 @@ def _layer_errors(engine: Engine, reference: ReferenceModel, ids: Sequence[int])
 
 @dataclass
 class QualitySums:
-    """Over the tokens that were predicted: negative log-likelihoods, KL divergences, equal best tokens."""
+    """Over the tokens that were predicted: negative log-likelihoods, the squares of their differences, KL divergences,
+    equal best tokens."""
 
     nll: float = 0.0
     reference_nll: float = 0.0
+    squares: float = 0.0
     kl: float = 0.0
     agreeing: int = 0
     count: int = 0
@@ -214,11 +224,19 @@ class QualitySums:
 
     def _add_row(self, row: np.ndarray, expected: np.ndarray, target: int) -> None:
         q, p = _log_softmax(row), _log_softmax(expected)
-        self.nll -= float(q[target])
-        self.reference_nll -= float(p[target])
+        nll, reference_nll = -float(q[target]), -float(p[target])
+        self.nll += nll
+        self.reference_nll += reference_nll
+        self.squares += (nll - reference_nll) ** 2
         self.kl += float(np.dot(np.exp(p), p - q))
         self.agreeing += int(row.argmax() == expected.argmax())
         self.count += 1
+
+    def standard_error(self) -> float:
+        """Of the perplexity's increase: the same texts are read by both, so that only their differences count."""
+        mean = (self.nll - self.reference_nll) / self.count
+        variance = max(self.squares / self.count - mean * mean, 0.0)
+        return math.exp(min(mean, 700.0)) * math.sqrt(variance / self.count)
 
 
 def _rows(chunks: Iterable[np.ndarray]) -> Any:

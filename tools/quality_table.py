@@ -37,7 +37,7 @@ from ingot.compiler.model_source import open_checkpoint_source
 from ingot.compiler.passes.pipeline import gpu_pipeline, run_passes
 from ingot.compiler.precision import find_precision
 from ingot.compiler.quality import Scorer, engine_scorer, reference_scorer
-from ingot.compiler.quality_gate import QualitySums, held_out_text
+from ingot.compiler.quality_gate import QualitySums, held_out_text, increase_text
 from ingot.compiler.quality_graph import QuantizedGraph
 from ingot.compiler.reference_model import ReferenceModel
 from ingot.compiler.targets import find_target
@@ -79,17 +79,19 @@ ROWS = (
 
 @dataclass(frozen=True)
 class Measured:
-    """increase: of the perplexity over the checkpoint's in float32. num_bytes: of the stored weights."""
+    """increase: of the perplexity over the checkpoint's in float32, with its standard error. num_bytes: of the stored
+    weights."""
 
     label: str
     perplexity: float
     increase: float
+    standard_error: float
     top1_agreement: float
     kl_divergence: float
     num_bytes: int
 
     def cells(self) -> tuple[str, ...]:
-        return (self.label, f"{self.perplexity:.4f}", f"{round(self.increase, 6) + 0.0:+.2%}",
+        return (self.label, f"{self.perplexity:.4f}", increase_text(self.increase, self.standard_error),
                 f"{self.top1_agreement:.2%}", f"{self.kl_divergence:.2e}", size(self.num_bytes))
 
 
@@ -134,13 +136,13 @@ class Model:
             self.progress.show(f"{label}: window {number} of {len(self.expected())}")
             sums.add(score, _stored(path), ids, max(len(self.prefix), 1))
         perplexity, own = math.exp(sums.nll / sums.count), math.exp(sums.reference_nll / sums.count)
-        return Measured(label, perplexity, perplexity / own - 1, sums.agreeing / sums.count, sums.kl / sums.count,
-                        num_bytes)
+        return Measured(label, perplexity, perplexity / own - 1, sums.standard_error(), sums.agreeing / sums.count,
+                        sums.kl / sums.count, num_bytes)
 
     def reference(self) -> Measured:
         own = self.measure("transformers, fp32", self._repeated, 0)
         count = sum(math.prod(self.checkpoint.shape(name)) for name in self.checkpoint.names())
-        return Measured(own.label, own.perplexity, 0.0, 1.0, 0.0, 4 * count)
+        return Measured(own.label, own.perplexity, 0.0, 0.0, 1.0, 0.0, 4 * count)
 
     def _repeated(self, ids: Sequence[int]) -> Iterable[np.ndarray]:
         number = next(i for i, window in enumerate(self.windows()) if window == list(ids))

@@ -21,6 +21,7 @@ from ingot.compiler.quality_gate import (
     Gate,
     LayerError,
     Quality,
+    QualitySums,
     held_out_text,
     measure_quality,
     require_measurable,
@@ -33,7 +34,8 @@ from ingot.runtime.errors import RequestError, WorkFailed
 from tests.compiler.checkpoint.quantized.layouts import LAYOUTS, write_checkpoint
 from tests.compiler.checkpoint.quantized.test_read import IDS, small_model
 
-QUALITY = Quality(20.6, 20.0, 0.03, 0.95, 0.01, (LayerError("layers.4", 0.2), LayerError("layers.1", 0.1)), 99, 256, "")
+QUALITY = Quality(20.6, 20.0, 0.03, 0.004, 0.95, 0.01, (LayerError("layers.4", 0.2), LayerError("layers.1", 0.1)), 99,
+                  256, "")
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +74,21 @@ def test_the_definition(measured: Path, speaking_checkpoint: Path) -> None:
     assert {layer.name for layer in found.worst_layers} >= {"model.layers.0", "model.layers.1"}
     errors = [layer.error for layer in found.worst_layers]
     assert errors == sorted(errors, reverse=True) and errors[0] > 0.01
+
+
+def test_the_standard_error_is_that_of_the_differences() -> None:
+    sums, rng = QualitySums(), np.random.default_rng(0)
+    expected = rng.normal(size=(400, 16)).astype(np.float32)
+    logits = expected + rng.normal(scale=0.1, size=expected.shape).astype(np.float32)
+    ids = rng.integers(16, size=400).tolist()
+    sums.add(lambda _: [logits], lambda _: [expected], ids, 1)
+
+    def nll(rows: np.ndarray) -> np.ndarray:
+        return np.log(np.exp(rows[:-1]).sum(1)) - rows[np.arange(399), ids[1:]]
+
+    differences = nll(logits) - nll(expected)
+    assert sums.standard_error() == pytest.approx(np.exp(differences.mean()) * differences.std() / 399 ** 0.5, rel=1e-4)
+    assert dict(QUALITY.describe())["perplexity"].endswith("(+3.00% ± 0.40%)")
 
 
 def test_the_manifest_records_it(measured: Path, speaking_checkpoint: Path) -> None:
