@@ -289,6 +289,29 @@ def mxfp4(w: torch.Tensor) -> Written:
             "scales": (exponent + 127).to(torch.uint8)}, value.contiguous()
 
 
+def modelopt_fp8_experts(w: torch.Tensor, rows: bool = False) -> Written:
+    """Of experts [E, K, N]."""
+    scale = (w.abs().amax(1) if rows else w.abs().max()) / 448
+    q, value = to_fp8(w, scale[:, None] if rows else scale)
+    return {"": q, "_weight_scale": scale, "_input_scale": torch.tensor(0.01)}, value
+
+
+def modelopt_nvfp4_experts(w: torch.Tensor) -> Written:
+    turned = w.transpose(1, 2).contiguous()
+    codes, scale, outer, value = nvfp4(turned.flatten(0, 1))
+    back = [t.unflatten(0, turned.shape[:2]).transpose(1, 2).contiguous() for t in (codes, scale, value)]
+    return {"": back[0], "_weight_scale": back[1], "_weight_scale_2": outer}, back[2]
+
+
+EXPERTS = {
+    "mxfp4": (lambda w: ({f"_{part}": t for part, t in mxfp4(w)[0].items()}, mxfp4(w)[1]), "mxfp4, blocks of 32"),
+    "modelopt fp8": (modelopt_fp8_experts, "fp8, one scale a tensor, fused experts"),
+    "modelopt fp8 rows": (lambda w: modelopt_fp8_experts(w, True), "fp8, one scale a row, fused experts"),
+    "modelopt nvfp4": (modelopt_nvfp4_experts, "nvfp4, groups of 16, fused experts"),
+}
+"""Writers of parameters that hold all experts of a layer, [E, K, N], and the reader's words."""
+
+
 def write_checkpoint(folder: Path, model: PreTrainedModel, layout: Layout) -> dict[str, torch.Tensor]:
     """Writes the model with its linear layers quantized, and makes the model's own weights the values that were
     written. Returns these."""
@@ -306,16 +329,19 @@ def write_checkpoint(folder: Path, model: PreTrainedModel, layout: Layout) -> di
     return values
 
 
-def write_mxfp4(folder: Path, model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def write_experts(folder: Path, model: PreTrainedModel, layout: str) -> dict[str, torch.Tensor]:
+    """As write_checkpoint, with the experts quantized instead. layout: key of EXPERTS."""
     tensors: Tensors = {}
     values: dict[str, torch.Tensor] = {}
     for name, value in model.state_dict().items():
         if name.endswith(("gate_up_proj", "down_proj")):
-            parts, values[name] = mxfp4(value.float())
-            tensors |= {f"{name}_{part}": tensor for part, tensor in parts.items()}
+            parts, values[name] = EXPERTS[layout][0](value.float())
+            tensors |= {f"{name}{part}": tensor for part, tensor in parts.items()}
         else:
             tensors[name] = value
-    _save(folder, model.config, tensors, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, False)
+    beside = layout.startswith("modelopt")
+    _save(folder, model.config, tensors, {"quant_algo": None} if beside else {
+        "quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, beside)
     model.load_state_dict(values, strict=False)
     return values
 

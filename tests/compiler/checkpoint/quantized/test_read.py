@@ -16,8 +16,10 @@ from ingot.compiler.checkpoint.open import open_checkpoint
 from ingot.compiler.checkpoint.quantized import quantization_report, read_quantized
 from ingot.compiler.reference_model import ReferenceModel
 from ingot.compiler.weights.evaluate import evaluate
+from ingot.compiler.weights.expr import permute
+from ingot.compiler.weights.packed import ROWS, PackedWeight, Packing
 from ingot.runtime.engine import Engine
-from tests.compiler.checkpoint.quantized.layouts import LAYOUTS, write_checkpoint, write_mxfp4
+from tests.compiler.checkpoint.quantized.layouts import EXPERTS, LAYOUTS, write_checkpoint, write_experts
 from tools.small_models import small_config
 
 IDS = list(range(3, 43, 2))
@@ -68,14 +70,34 @@ def engine_logits(folder: Path, precision: str) -> np.ndarray:
         return engine.logits(IDS)
 
 
-def test_mxfp4_experts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", EXPERTS)
+def test_experts_in_one_tensor(layout: str, tmp_path: Path) -> None:
+    """Read as written, and kept to the bit by GPU engines in fp8 and nvfp4."""
     model = small_model("gpt_oss", num_local_experts=4)
-    values = write_mxfp4(tmp_path / "model", model)
+    values = write_experts(tmp_path / "model", model, layout)
     checkpoint = open_checkpoint(tmp_path / "model")
     found = read_quantized(checkpoint)
     assert found is not None and found.weights.keys() == values.keys() and len(values) == 4
-    for weight, value in values.items():
-        np.testing.assert_array_equal(evaluate(found.weights[weight].expr, checkpoint), value.numpy())
+    for name, value in values.items():
+        weight = found.weights[name]
+        assert weight.format == EXPERTS[layout][1]
+        np.testing.assert_allclose(evaluate(weight.expr, checkpoint), value.numpy(), rtol=1e-6, atol=0)
+        scheme = "fp8" if "fp8" in layout else "nvfp4"
+        packed = PackedWeight("w0", permute(weight.expr, (0, 2, 1)), Packing(scheme, ROWS), "")
+        assert packed.is_carried
+        offset, size = packed.parts["w"]
+        codes = packed.make(checkpoint)[offset:offset + size]
+        stored = checkpoint.store.raw(f"{name}_blocks" if layout == "mxfp4" else name)
+        if layout != "mxfp4":
+            stored = np.ascontiguousarray(stored.reshape(checkpoint.shape(name)).transpose(0, 2, 1))
+        assert codes.tobytes() == stored.tobytes()
+
+
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=[] if name == "mxfp4" else pytest.mark.slow)
+                                    for name in EXPERTS])
+def test_an_engine_computes_with_experts(layout: str, tmp_path: Path) -> None:
+    model = small_model("gpt_oss", num_local_experts=4)
+    write_experts(tmp_path / "model", model, layout)
     np.testing.assert_allclose(engine_logits(tmp_path, "fp32"), logits(model), atol=1e-3)
 
 

@@ -1,0 +1,90 @@
+"""What passes make of quantized checkpoints: which schemes layers get, what is merged, and what the report says."""
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file, save_file
+
+from ingot.compiler.cache.calibration import Calibration
+from ingot.compiler.checkpoint.checkpoint import Checkpoint
+from ingot.compiler.checkpoint.open import open_checkpoint
+from ingot.compiler.checkpoint.quantized import (
+    equal_tensors,
+    quantization_report,
+    read_quantized,
+    with_equal_tensors_shared,
+)
+from ingot.compiler.importer.importer import import_model
+from ingot.compiler.ir.graph import Graph
+from ingot.compiler.passes.pipeline import cpu_pipeline, gpu_pipeline, run_passes
+from ingot.compiler.precision import find_precision
+from ingot.compiler.quality_graph import QuantizedGraph
+from ingot.compiler.targets import find_target
+from tests.compiler.checkpoint.quantized.layouts import LAYOUTS, write_checkpoint
+from tests.compiler.checkpoint.quantized.test_read import IDS, logits, small_model
+
+
+def for_gpu(folder: Path, target: str, precision: str) -> tuple[Checkpoint, Graph]:
+    checkpoint = open_checkpoint(folder)
+    graph = with_equal_tensors_shared(import_model(checkpoint, 64).graph, equal_tensors(checkpoint))
+    chosen = find_precision(precision, find_target(target).gpu)
+    return checkpoint, run_passes(graph, gpu_pipeline(chosen, chosen.kv))
+
+
+@pytest.mark.parametrize(("name", "target", "precision", "scheme"), [
+    ("modelopt fp8", "h200", "fp8", "fp8"), ("deepseek", "h200", "fp8", "fp8_block"),
+    ("modelopt smoothquant", "a100", "int8", "int8_token"), ("compressed nvfp4", "b200", "nvfp4", "nvfp4")])
+def test_gpu_engines_keep_all_weights(name: str, target: str, precision: str, scheme: str, tmp_path: Path) -> None:
+    """In each layer q, k and v are one matrix and gate and up are, where nothing is in the way."""
+    model = small_model(num_hidden_layers=1)
+    write_checkpoint(tmp_path, model, LAYOUTS[name])
+    checkpoint, graph = for_gpu(tmp_path, target, precision)
+    quantized = QuantizedGraph(graph, True)
+    # Blocks as wide as the matrix are one scale a row.
+    kept = [weight for weight in quantized.weights if weight.packing.scheme in (scheme, scheme.removesuffix("_block"))]
+    # Factors of nvfp4 that differ keep matrices apart.
+    assert all(weight.is_carried for weight in kept) and len(kept) == (7 if scheme == "nvfp4" else 4)
+    assert sum(node.attrs.get("gated") == "silu" for node in graph.nodes) == (scheme != "nvfp4")
+    found = read_quantized(checkpoint)
+    assert found is not None
+    manifest, lines = quantization_report(found, quantized.weights, target, True)
+    assert all(row["kept"] for row in manifest["weights"]) and sum(row["count"] for row in manifest["weights"]) == 7
+    assert not any("become" in line for line in lines)
+    got = np.concatenate(list(quantized.scorer(checkpoint, Calibration())(IDS)))
+    want = logits(model)
+    # Inputs are rounded, to four bits in nvfp4; weights are not.
+    assert np.abs(got - want).max() < {"nvfp4": 0.3}.get(scheme, 0.06) * np.abs(want).max()
+
+
+def test_equal_scales_of_inputs_are_applied_once(tmp_path: Path) -> None:
+    """Layers that read the same are merged, and the norm before them takes the scales in."""
+    write_checkpoint(tmp_path, small_model(num_hidden_layers=1), LAYOUTS["modelopt smoothquant"])
+    checkpoint = open_checkpoint(tmp_path)
+    imported, precision = import_model(checkpoint, 64).graph, find_precision("int8")
+    stored = {"model.layers.0." + name: "int8" for name in ("self_attn.q_proj.weight",)}
+    apart = run_passes(imported, cpu_pipeline(precision, "bf16", stored))
+    equal = equal_tensors(checkpoint)
+    assert equal["model.layers.0.self_attn.v_proj.pre_quant_scale"] == equal[
+        "model.layers.0.self_attn.q_proj.pre_quant_scale"] == "model.layers.0.mlp.gate_proj.pre_quant_scale"
+    shared = run_passes(with_equal_tensors_shared(imported, equal), cpu_pipeline(precision, "bf16", {}))
+
+    def count(graph: Graph, op: str) -> int:
+        return sum(node.op == op for node in graph.nodes)
+
+    assert count(shared, "linear") == 5 and count(apart, "linear") > 5
+    values = [node.values[0] for node in shared.nodes if node.op == "quantize"]
+    made = {value: node.op for node in shared.nodes for value in node.outputs}
+    assert len(values) == len(set(values)) and "add_rms_norm" in {made[value] for value in values}
+
+
+def test_scales_that_differ_stay_apart(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, small_model(num_hidden_layers=1), LAYOUTS["modelopt smoothquant"])
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    key = "model.layers.0.self_attn.k_proj.pre_quant_scale"
+    tensors[key] = tensors[key] * 2
+    save_file(tensors, file)
+    equal = equal_tensors(open_checkpoint(tmp_path))
+    assert key not in equal and len(equal) == 3  # up, q and v are as gate; those of down and o have other widths
