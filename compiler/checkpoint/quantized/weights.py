@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ingot.plugins.linear.gpu_formats import GROUPS, int4_format
+
 from ...ir.types import DType
 from ...weights.expr import (
     WeightExpr,
@@ -33,11 +35,13 @@ class QuantizedWeight:
     format    for people: "int4, groups of 128"
     scheme    key of plugins' SCHEMES that holds these numbers without rounding them again; "" if none does. Scales that
               are no float16 lose at most their last bits there
+    groups    likewise the key of GPUs' gpu_formats.FORMATS for four-bit integers; see int4_groups
     """
 
     expr: WeightExpr
     format: str
     scheme: str = ""
+    groups: str = ""
 
 
 @dataclass
@@ -155,6 +159,13 @@ def spread(scales: WeightExpr, shape: tuple[int, ...], grid: Grid) -> WeightExpr
     if columns > 1:
         flat = repeat(flat, -1, grid.columns, k)
     return repeat(flat, 0, grid.rows, n) if rows > 1 else flat
+
+
+def int4_groups(size: int, k: int, symmetric: bool) -> str:
+    """The format of GPUs that holds integers of up to four bits with a scale for `size` of a row's k channels; "" where
+    none does. symmetric: they are counted from the middle, 8 of 0 .. 15; else from zeros or minimums."""
+    fitting = [group for group in GROUPS if size >= k or size % group == 0]
+    return int4_format(max(fitting), not symmetric) if fitting else ""
 
 
 def with_input_scale(weight: WeightExpr, scale: WeightExpr | None, bits: int) -> WeightExpr:
