@@ -22,8 +22,9 @@ import secrets
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -44,7 +45,12 @@ from ingot.runtime.engine_format import (
 from ingot.runtime.errors import RequestError, WorkFailed
 from ingot.runtime.manifest import canonical_json, check_manifest, parse_canonical, weight_name
 from ingot.runtime.store.blobs import sync_folder
-from ingot.runtime.store.store import Store
+
+if TYPE_CHECKING:
+    from ingot.runtime.store.store import Store
+
+_SYNC_BYTES = 16 << 20
+"""So much is written before the disk is told to begin; what waits for it at the end is then little."""
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -57,7 +63,7 @@ class EngineWriter:
     """Writer of one engine; a context manager. See the module's docstring."""
 
     def __init__(self, path: str | os.PathLike[str], overwrite: bool = False, expected_bytes: int = 0,
-                 strip_weights: bool = False, store: Store | None = None) -> None:
+                 strip_weights: bool = False, store: "Store | None" = None) -> None:
         """Creates the temporary file.
 
         `strip_weights`: name the weights by their hashes, but leave them out of the file. The manifest, and so the
@@ -80,7 +86,10 @@ class EngineWriter:
         self._table: dict[str, dict[str, Any]] = {}
         self._members: list[Member] = []
         self._offset = 0
+        self._synced_to = 0
+        self._syncing: Future[None] | None = None
         self._fd = -1  # the temporary file, while there is one
+        self._disk = ThreadPoolExecutor(1, "sync")
         self._check_target()
         _remove_abandoned(self.path)
         with self._explained_errors():
@@ -102,10 +111,13 @@ class EngineWriter:
         """Removes the temporary file; after `finish`, there is none and this does nothing."""
         self._adding.close()
         if self._fd >= 0:
+            if self._syncing is not None:
+                wait([self._syncing])
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._temporary)
             os.close(self._fd)
             self._fd = -1
+        self._disk.shutdown()
 
     def add(self, name: str, data: bytes) -> None:
         """Adds plan.json, refit.json, selftest.json or a member below code/, tokenizer/ or debug/.
@@ -167,7 +179,7 @@ class EngineWriter:
                 self._add_to(self._store, engine_hash)
         return engine_hash
 
-    def _add_to(self, store: Store, engine_hash: str) -> None:
+    def _add_to(self, store: "Store", engine_hash: str) -> None:
         """The engine is in its place: now it is in the store too."""
         if not self._strip_weights:
             with EngineFile.open(self.path) as engine:
@@ -211,8 +223,23 @@ class EngineWriter:
             while written < data.nbytes:  # one call writes at most 2 GiB
                 written += os.write(self._fd, data[written:])
         self._offset += data.nbytes
+        self._sync_beside()
+
+    def _sync_beside(self) -> None:
+        """Has a thread bring to the disk what is written, unless it is at it."""
+        if self._offset - self._synced_to >= _SYNC_BYTES and (self._syncing is None or self._syncing.done()):
+            self._await_sync()
+            self._synced_to, self._syncing = self._offset, self._disk.submit(os.fdatasync, self._fd)
+
+    def _await_sync(self) -> None:
+        """The system tells an error of the disk once: it must not get lost in the thread."""
+        syncing, self._syncing = self._syncing, None
+        if syncing is not None:
+            with self._explained_errors():
+                syncing.result()
 
     def _publish(self) -> None:
+        self._await_sync()
         with self._explained_errors():
             os.fsync(self._fd)
             if self._overwrite:

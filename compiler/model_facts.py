@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from .cache.build_cache import BuildCache
 from .cache.keys import key, library_versions, source_digest
 from .checkpoint.checkpoint import Checkpoint, config_text
-from .tokenizer import tokenizer_members
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -42,6 +41,8 @@ class ModelFacts:
 def model_facts(checkpoint: Checkpoint, cache: BuildCache | None) -> ModelFacts:
     """Raises CheckpointError for a configuration that is malformed or missing."""
     def read() -> ModelFacts:
+        from .tokenizer import tokenizer_members
+
         return _facts(checkpoint.config, *tokenizer_members(checkpoint))
 
     return read() if cache is None else _cached(_sides(checkpoint), read, cache)

@@ -11,13 +11,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ingot.runtime.engine_file import EngineFile
 from ingot.runtime.engine_format import PLAN
 from ingot.runtime.errors import RequestError
 from ingot.runtime.manifest import canonical_json
-from ingot.runtime.store.store import Store
 
 from .cache.build_cache import BuildCache
 from .checkpoint.checkpoint import Checkpoint
@@ -35,8 +34,10 @@ from .refit_record import (
     refit_record,
     sides_digest,
 )
-from .self_test import record_self_test, require_recordable
 from .write_weights import Rounding, write_weights
+
+if TYPE_CHECKING:
+    from ingot.runtime.store.store import Store
 
 
 class CannotRefit(RequestError):
@@ -49,6 +50,7 @@ class RefitRequest:
     """weights  checkpoint folder, hub name, or GGUF file
     name     what the engine will call its model; default: as in BuildRequest
     calibration  the text that the engine was calibrated with, if it was the user's own
+    calibrate  False: round to nearest whatever the engine's build did, so that the model is not run
     store, self_test  as in BuildRequest; an engine's self-test is of its old weights, and not carried over
     """
 
@@ -59,6 +61,7 @@ class RefitRequest:
     force: bool = False
     strip_weights: bool = False
     calibration: Path | None = None
+    calibrate: bool = True
     store: Path | None = None
     self_test: bool = False
 
@@ -93,12 +96,16 @@ def refit(request: RefitRequest, progress: Progress = lambda stage, detail: None
         manifest["model"] = manifest["model"] | {"name": source.name}
         recipe = {name: value for name, value in manifest["recipe"].items() if name != "self_test"}
         manifest["recipe"] = recipe | {"name": source.name, "measure_quality": False}
+        if not request.calibrate:
+            manifest["recipe"] |= {"calibrate": False, "calibration": None}
         if request.self_test:
+            from .self_test import record_self_test, require_recordable
+
             require_recordable(manifest["target"]["kind"], manifest["target"]["machine"],
                                manifest["target"]["features"], request.strip_weights)
             manifest["recipe"]["self_test"] = True
         size = 0 if request.strip_weights else manifest["memory"]["weights_bytes"]
-        store = None if request.store is None else Store(request.store)
+        store = None if request.store is None else _store(request.store)
         with EngineWriter(request.output, request.force, size, request.strip_weights, store) as writer:
             written = write_weights(writer, record.weights, checkpoint, facts.tokenizer,
                                     _rounding(manifest, request), clock, cache)
@@ -122,6 +129,12 @@ def refit(request: RefitRequest, progress: Progress = lambda stage, detail: None
     if cache is not None:
         cache.trim()
     return RefitResult(request.output, engine_hash, manifest, clock.seconds, (*facts.warnings, *written.warnings))
+
+
+def _store(folder: Path) -> Store:
+    from ingot.runtime.store.store import Store
+
+    return Store(folder)
 
 
 def _rounding(manifest: Mapping[str, Any], request: RefitRequest) -> Rounding:

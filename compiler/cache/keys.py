@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import hashlib
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,8 @@ def key(**parts: Any) -> str:
 
 def library_versions(*packages: str) -> dict[str, str]:
     """Package -> version without its local part, so that builds of one release for different devices count as one."""
+    from importlib.metadata import PackageNotFoundError, version  # reads much that a refit has no use for
+
     found = {}
     for package in packages:
         try:

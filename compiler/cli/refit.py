@@ -6,9 +6,7 @@ from pathlib import Path
 
 from ingot.runtime.cli.output import print_json, size, table
 
-from ..cache.build_cache import BuildCache
-from ..refit import RefitRequest, refit
-from .report import Report
+from ..checkpoint.read_ahead import read_ahead
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,6 +17,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", help="what the engine calls its model (default: the checkpoint's folder or hub name)")
     parser.add_argument("--calibration", type=Path, metavar="FILE", help="the text that the engine was calibrated "
                         "with, where that was not the one that ships with the compiler")
+    parser.add_argument("--no-calibration", dest="calibrate", action="store_false",
+                        help="round to nearest: the model is not run over a text, which takes minutes")
     parser.add_argument("--strip-weights", action="store_true", help="name the new weights, but leave them out")
     parser.add_argument("--store", type=Path, metavar="FOLDER", help="put the engine into this engine store too; with "
                         "--strip-weights: its weights there alone")
@@ -29,8 +29,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    read_ahead(arguments.weights)
+    # Behind that, as these take a quarter of a second.
+    from ..cache.build_cache import BuildCache
+    from ..refit import RefitRequest, refit
+    from .report import Report
+
     request = RefitRequest(arguments.engine, arguments.weights, arguments.output, arguments.name, arguments.force,
-                           arguments.strip_weights, arguments.calibration, arguments.store, arguments.self_test)
+                           arguments.strip_weights, arguments.calibration, arguments.calibrate, arguments.store,
+                           arguments.self_test)
     with Report(not arguments.json) as report:
         result = refit(request, report, BuildCache() if arguments.cache else None)
     for warning in result.warnings:

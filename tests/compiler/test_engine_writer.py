@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import tracemalloc
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -273,6 +274,42 @@ def test_disk_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DiskFull, match=message), EngineWriter(tmp_path / "x.engine") as writer:
         fill(writer)
     assert names(tmp_path) == []
+
+
+def test_a_disk_that_fails_beside_the_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system tells it to the thread that syncs, and not again at the end."""
+    def fail(fd: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(engine_writer, "_SYNC_BYTES", 1)
+    monkeypatch.setattr(engine_writer.os, "fdatasync", fail)
+    with pytest.raises(WorkFailed, match="cannot write the engine: Input/output error"), \
+            EngineWriter(tmp_path / "x.engine") as writer:
+        fill(writer)
+    assert names(tmp_path) == []
+
+
+def test_what_is_synced_beside_is_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with EngineWriter(tmp_path / "plain.engine") as writer:
+        fill(writer)
+    monkeypatch.setattr(engine_writer, "_SYNC_BYTES", 1)
+    synced = []
+    monkeypatch.setattr(engine_writer.os, "fdatasync", synced.append)
+    with EngineWriter(tmp_path / "x.engine") as writer:
+        fill(writer)
+    assert synced and (tmp_path / "x.engine").read_bytes() == (tmp_path / "plain.engine").read_bytes()
+
+
+def test_hashes_that_the_caller_knows(tmp_path: Path) -> None:
+    weight = WEIGHTS[0]
+    data = np.ascontiguousarray(weight).tobytes() if isinstance(weight, np.ndarray) else bytes(weight)
+    with EngineWriter(tmp_path / "x.engine") as writer:
+        name = writer.add_weight(weight, hashlib.sha256(data).hexdigest(), zlib.crc32(data))
+        for small, content in SMALL.items():
+            writer.add(small, content)
+        writer.finish(MANIFEST_FIELDS)
+    with EngineFile.open(tmp_path / "x.engine") as file:
+        assert file.read(name) == data and file.verify()
 
 
 def test_disk_that_is_known_to_be_too_small(tmp_path: Path) -> None:

@@ -86,6 +86,14 @@ def test_a_refitted_engine_is_the_one_that_a_build_gives(built: Callable[..., Pa
         assert file.manifest["num_calibrated_weights"] == (8 if precision == "w4a8" else 0)
 
 
+def test_a_refit_that_rounds_to_nearest(built: Callable[..., Path], speaking_checkpoint: Path, tuned: Path,
+                                        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that was calibrated, without a run of the model: what a build without calibration gives."""
+    monkeypatch.setattr(write_weights, "calibrated", lambda *arguments: pytest.fail("calibrated"))
+    refit(RefitRequest(built(speaking_checkpoint), str(tuned), tmp_path / "x.engine", calibrate=False))
+    assert (tmp_path / "x.engine").read_bytes() == built(tuned, calibrate=False).read_bytes()
+
+
 def test_another_chat_template_comes_along(built: Callable[..., Path], speaking_checkpoint: Path, tuned: Path,
                                            tmp_path: Path) -> None:
     other = tmp_path / tuned.name
