@@ -138,12 +138,13 @@ def manifest(**changes: Any) -> dict[str, Any]:
 
 
 def write_engine(path: Path, code: bytes, *, edit_plan: Any = None, with_tokenizer: bool = True,
-                 before_finish: Any = None, head: np.ndarray = HEAD, **changes: Any) -> Path:
+                 before_finish: Any = None, head: np.ndarray = HEAD, table: np.ndarray = TABLE,
+                 **changes: Any) -> Path:
     """edit_plan(plan) changes it in place; before_finish(writer, manifest) adds members; `changes` replace fields of
     the manifest."""
     with EngineWriter(path) as writer:
         blobs = {name: writer.add_weight(data).removeprefix("weights/").removesuffix(".bin")
-                 for name, data in (("table", TABLE), ("head", head))}
+                 for name, data in (("table", table), ("head", head))}
         the_plan = plan(blobs)
         if edit_plan is not None:
             edit_plan(the_plan)

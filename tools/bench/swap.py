@@ -3,12 +3,12 @@
     python -m tools.bench.swap ENGINE ENGINE [--clients 32] [--swaps 20] [--json]
 
 Both engines must have the same tokenizer. Each of the clients asks one prompt after the other, greedily, all the time.
-Every second or so `ingot engines rollback prod --server ADDR` moves the server to the other engine. Each answer must be
-the one that the engine whose hash it tells gives to the prompt alone, offline; none may fail. At last the server is
-asked for an engine that differs from one of them in its self-test record only, and must keep what it has.
-
-The server does not reuse prefixes unless --prefix-reuse says so: kernels for one token round otherwise than those for
-many, so that a prompt that was found in the cache can have another answer than one that was computed.
+Every second or so `ingot engines rollback prod --server ADDR` moves the server to the other engine. Each answer must
+come from the engine whose hash it tells, from its first token to its last (tools/bench/answer_check.py tells how that
+is checked, and how a near tie that fell otherwise is told from an answer of two engines); none may fail. That the check
+notices mixed answers is tried each time: on the other engine's answers, and on some that are put together from both. At
+last the server is asked for an engine that differs from one of them in its self-test record only, and must keep what it
+has.
 
 Told: seconds from the start of the command to the first token of a request that the other engine answers, as a client
 sees it; what the server itself needed to load the engine and try it out; how long running answers paused; memory.
@@ -26,7 +26,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -37,17 +38,18 @@ from smg_grpc_proto import trtllm_service_pb2 as pb
 from ingot.compiler.engine_writer import EngineWriter
 from ingot.compiler.self_test import self_test_of
 from ingot.runtime.cli.output import table
+from ingot.runtime.devices.plan_fields import vocab_size
 from ingot.runtime.engine import Engine
 from ingot.runtime.engine_file import EngineFile
 from ingot.runtime.engine_format import PLAN, SELF_TEST
 from ingot.runtime.manifest import is_weight
-from ingot.runtime.sampling import SamplingParams
 from ingot.runtime.self_test import SelfTest
 from ingot.runtime.servers.context import ENGINE_HASH
 from ingot.runtime.servers.proto import control_pb2 as control
 from ingot.runtime.store.lock_file import move_of
 from ingot.runtime.store.store import Store
 
+from .answer_check import Answer, AnswerCheck, spliced
 from .overload import growth, resident_bytes
 from .replicas import Server, serve
 
@@ -72,7 +74,8 @@ class Load:
 
     def request(self, prompt: Sequence[int], max_tokens: int | None = None) -> bytes:
         request = pb.GenerateRequest(tokenized=pb.TokenizedInput(input_token_ids=prompt), streaming=True,
-                                     max_tokens=self.max_tokens if max_tokens is None else max_tokens, ignore_eos=True)
+                                     max_tokens=self.max_tokens if max_tokens is None else max_tokens, ignore_eos=True,
+                                     output_config=pb.OutputConfig(logprobs=0))
         return bytes(request.SerializeToString())
 
 
@@ -80,13 +83,13 @@ class Load:
 class Seen:
     """What the clients saw.
 
-    answers       by the engine's hash; failed: by gRPC status; mixed: answers that their engine does not give
+    answers       (hash of the engine that it tells, number of its prompt, the answer); failed: by gRPC status
+    untold        answers that tell no engine, or two
     gaps_s        between two tokens of an answer: (when it ended, how long it was)
     """
 
-    answers: Counter[str] = field(default_factory=Counter)
+    answers: list[tuple[str, int, Answer]] = field(default_factory=list)
     failed: Counter[str] = field(default_factory=Counter)
-    mixed: int = 0
     untold: int = 0
     gaps_s: list[tuple[float, float]] = field(default_factory=list)
 
@@ -120,21 +123,35 @@ def with_record(engine: Path, record: SelfTest, path: Path) -> Path:
     return path
 
 
-def reference(engine: Path, load: Load) -> list[list[int]]:
-    """What the engine answers to each prompt alone."""
-    with Engine.load(engine, kv_cache_tokens=4096) as loaded:
-        params = SamplingParams(temperature=0.0, max_tokens=load.max_tokens, ignore_eos=True)
-        return [list(loaded.generate(prompt, params).token_ids) for prompt in load.prompts(loaded.program.vocab_size)]
+@contextmanager
+def checks(paths: Sequence[Path], load: Load) -> Iterator[dict[str, AnswerCheck]]:
+    """Hash -> what tells its answers. Both engines are loaded while the block runs."""
+    with ExitStack() as loaded:
+        found = {}
+        for path in paths:
+            engine = loaded.enter_context(Engine.load(path, kv_cache_tokens=8192))
+            found[engine.hash] = AnswerCheck(engine, load.prompts(engine.program.vocab_size), load.max_tokens)
+        yield found
+
+
+def noticed(found: Mapping[str, AnswerCheck], prompts: Sequence[Sequence[int]]) -> tuple[int, int]:
+    """(planted mixed answers that are taken for such, all of them): each engine's answers under the other's name, and
+    answers of two halves."""
+    first, second = found.values()
+    verdicts = []
+    for one, other in ((first, second), (second, first)):
+        for number, prompt in enumerate(prompts):
+            verdicts.append(other.verdict(number, one.alone[number]))
+            verdicts += [check.verdict(number, spliced(one, other, prompt, number)) for check in (one, other)]
+    return verdicts.count("mixed"), len(verdicts)
 
 
 class Clients:
-    def __init__(self, channel: aio.Channel, load: Load, prompts: list[list[int]],
-                 expected: dict[str, list[list[int]]]) -> None:
+    def __init__(self, channel: aio.Channel, load: Load, prompts: list[list[int]]) -> None:
         self.seen = Seen()
         self._call = channel.unary_stream(_GENERATE, None, pb.GenerateResponse.FromString)
         self._load = load
         self._prompts = prompts
-        self._expected = expected
         self._number = 0
         self._must_end = False
 
@@ -152,7 +169,7 @@ class Clients:
 
     async def _ask(self, number: int) -> None:
         call = self._call(self._load.request(self._prompts[number]))
-        tokens: list[int] = []
+        answer = Answer((), ())
         last = 0.0
         try:
             told = _hash_in(await call.initial_metadata())
@@ -163,17 +180,16 @@ class Clients:
                         self.seen.gaps_s.append((now, now - last))
                     last = now
                 else:
-                    tokens = list(response.complete.output_token_ids)
-            if told != _hash_in(await call.trailing_metadata()):
-                self.seen.untold += 1
+                    answer = Answer(tuple(response.complete.output_token_ids),
+                                    tuple(row.logprob for row in response.complete.logprobs))
+            is_told = bool(told) and told == _hash_in(await call.trailing_metadata())
         except aio.AioRpcError as error:
             self.seen.failed[error.code().name] += 1
             return
-        if told not in self._expected:
+        if is_told:
+            self.seen.answers.append((told, number, answer))
+        else:
             self.seen.untold += 1
-        elif tokens != self._expected[told][number]:
-            self.seen.mixed += 1
-        self.seen.answers[told] += 1
 
     async def first_token(self, engine_hash: str) -> float:
         """When (time.monotonic()) the first token of a new request came from this engine, which is taking over.
@@ -227,13 +243,11 @@ async def rollback(server: Server, store: Store, clients: Clients, to: str) -> S
     return Swap(await first_token - begin, command_s, done["load_s"], done["trial_s"], done["trial"])
 
 
-async def measure(server: Server, store: Store, hashes: list[str], expected: dict[str, list[list[int]]], load: Load,
-                  num_swaps: int, pause_s: float) -> tuple[dict[str, object], dict[str, bool]]:
-    """(figures, what had to hold and whether it did)"""
-    with Engine.load(store.folder / "first.engine", kv_cache_tokens=64) as engine:
-        prompts = load.prompts(engine.program.vocab_size)
+async def measure(server: Server, store: Store, hashes: list[str], prompts: list[list[int]], load: Load,
+                  num_swaps: int, pause_s: float) -> tuple[Seen, dict[str, object], dict[str, bool]]:
+    """(what the clients saw, figures, what had to hold and whether it did)"""
     async with aio.insecure_channel(server.grpc) as channel:
-        clients = Clients(channel, load, prompts, expected)
+        clients = Clients(channel, load, prompts)
         running = asyncio.create_task(clients.run())
         await asyncio.sleep(pause_s * 3)
         quiet_until = time.monotonic()
@@ -258,8 +272,9 @@ async def measure(server: Server, store: Store, hashes: list[str], expected: dic
     quiet = [gap for at, gap in seen.gaps_s if at < quiet_until]
     loud = [gap for at, gap in seen.gaps_s if quiet_until <= at < swapped_until]
     figures: dict[str, object] = {
-        "swaps": len(swaps), "answers": sum(seen.answers.values()), "answers_by_engine": dict(seen.answers),
-        "failed": dict(seen.failed), "mixed": seen.mixed, "without_their_hash": seen.untold,
+        "swaps": len(swaps), "answers": len(seen.answers),
+        "answers_by_engine": dict(Counter(told for told, _, _ in seen.answers)),
+        "failed": dict(seen.failed), "without_their_hash": seen.untold,
         "first_token_s": _spread([swap.first_token_s for swap in swaps]),
         "command_s": _spread([swap.command_s for swap in swaps]),
         "load_s": _spread([swap.load_s for swap in swaps]), "trial_s": _spread([swap.trial_s for swap in swaps]),
@@ -268,12 +283,28 @@ async def measure(server: Server, store: Store, hashes: list[str], expected: dic
         "memory_mb": {"before": round(memory[0] / 1e6, 1), "highest": round(max(memory) / 1e6, 1),
                       "after": round(memory[-1] / 1e6, 1), "growth": round(growth(memory), 3)},
         "broken_engine": broken[1]}
-    held = {"every request was answered": not seen.failed, "no answer is mixed": seen.mixed == 0,
-            "every answer tells its engine": seen.untold == 0, "both engines answered": len(seen.answers) == 2,
+    held = {"every request was answered": not seen.failed,
+            "every answer tells its engine": seen.untold == 0,
+            "both engines answered": {told for told, _, _ in seen.answers} == set(hashes),
             "a broken engine is refused": broken[0],
             "the running one stays": status.engines[0].hash == hashes[num_swaps % 2],
             "old engines are freed": len(status.engines) == 1, "the server lives": server.process.poll() is None}
-    return figures, held
+    return seen, figures, held
+
+
+def judge(seen: Seen, found: Mapping[str, AnswerCheck], prompts: Sequence[Sequence[int]],
+          ) -> tuple[dict[str, object], dict[str, bool]]:
+    """(figures, what had to hold): whether answers came from the engines that they name."""
+    verdicts = Counter(found[told].verdict(number, answer) if told in found else "mixed"
+                       for told, number, answer in seen.answers)
+    planted, of_planted = noticed(found, prompts)
+    figures: dict[str, object] = {
+        "as_computed_alone": verdicts["as computed alone"], "near_ties": verdicts["a near tie fell otherwise"],
+        "mixed": verdicts["mixed"], "planted_mixed_answers_noticed": f"{planted} of {of_planted}"}
+    for name, of in (("measured_nats", "measured"), ("tolerance_nats", "tolerance")):
+        figures[name] = {told: {key: float(f"{value:.3g}") for key, value in vars(getattr(check, of)).items()}
+                         for told, check in found.items()}
+    return figures, {"no answer is mixed": verdicts["mixed"] == 0, "mixed answers are noticed": planted == of_planted}
 
 
 async def _swap_to_broken(channel: aio.Channel) -> tuple[bool, str]:
@@ -324,7 +355,7 @@ def main() -> int:
     parser.add_argument("--swaps", type=int, default=20)
     parser.add_argument("--pause", type=float, default=1.0, metavar="SECONDS", help="between two (default 1)")
     parser.add_argument("--kv-cache-tokens", type=int, default=16384)
-    parser.add_argument("--prefix-reuse", action="store_true")
+    parser.add_argument("--no-prefix-reuse", action="store_true", help="prompts are computed each time")
     for name in ("clients", "num_prompts", "num_prompt_tokens", "max_tokens"):
         parser.add_argument("--" + name.replace("_", "-"), type=int, default=getattr(Load, name))
     parser.add_argument("--json", action="store_true")
@@ -332,15 +363,16 @@ def main() -> int:
     load = Load(arguments.clients, arguments.num_prompts, arguments.num_prompt_tokens, arguments.max_tokens)
     with tempfile.TemporaryDirectory(prefix="ingot-swap-") as folder:
         store, hashes, paths = prepare(arguments.engines[0], arguments.engines[1], Path(folder))
-        expected = {hash: reference(path, load) for hash, path in zip(hashes, paths, strict=True)}
-        different = sum(a != b for a, b in zip(*expected.values(), strict=True))
         options = ["--store", str(store.folder), "--kv-cache-tokens", str(arguments.kv_cache_tokens),
-                   *([] if arguments.prefix_reuse else ["--no-prefix-reuse"])]
+                   *(["--no-prefix-reuse"] if arguments.no_prefix_reuse else [])]
+        with EngineFile.open(paths[0]) as file:
+            prompts = load.prompts(vocab_size(file.plan))
         with serve(Path(NAME), *options) as server:
-            figures, held = asyncio.run(measure(server, store, hashes, expected, load, arguments.swaps,
-                                                arguments.pause))
-    figures["prompts_that_the_engines_answer_differently"] = f"{different} of {load.num_prompts}"
-    held["the engines can be told apart"] = different > 0
+            seen, figures, held = asyncio.run(measure(server, store, hashes, prompts, load, arguments.swaps,
+                                                      arguments.pause))
+        with checks(paths, load) as found:
+            more, also_held = judge(seen, found, prompts)
+    figures, held = figures | more, held | also_held
     if arguments.json:
         print(json.dumps({"load": vars(load), **figures, "held": held}))
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import Any
 
 import grpc
 import numpy as np
+import pytest
 from smg_grpc_proto import trtllm_service_pb2 as trtllm
 
 from ingot.compiler.engine_writer import EngineWriter
@@ -128,6 +130,23 @@ def finished(call: Any) -> tuple[str, list[int]]:
     tokens = [list(message.complete.output_token_ids) for message in call if message.HasField("complete")]
     assert [value for key, value in call.trailing_metadata() if key == ENGINE_HASH] == [told]
     return str(told), tokens[0]
+
+
+def swaps(server: Swapping) -> dict[str, int]:
+    return {name: count for name, count in server.status().results.items() if count}
+
+
+def until_freed(server: Swapping) -> None:
+    end = time.monotonic() + 20
+    while len(server.status().engines) > 1:
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def refusal(call: Any) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.RpcError) as caught:
+        call()
+    return caught.value.code(), caught.value.details()
 
 
 @contextmanager
