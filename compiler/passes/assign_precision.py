@@ -11,6 +11,7 @@ from ..ir.graph import Graph
 from ..precision import Precision
 from ..weights.carried import carried
 from ..weights.expr import WeightExpr
+from .keep_exceptions import keep_exceptions
 from .matrices import Matrix, find_matrices
 
 # Schemes that take the place of a precision's own where a checkpoint holds its numbers in them.
@@ -28,6 +29,7 @@ def assign_precision(graph: Graph, precision: Precision, stored: Mapping[str, st
     _require_known(precision, matrices)
     schemes = {output: _as_stored(precision.layer_scheme(matrix.names, matrix.role), matrix.weight, stored or {})
                for matrix in matrices for output in matrix.outputs}
+    schemes = keep_exceptions(matrices, schemes, precision, stored or {})
     return graph.rebuilt([node.with_attrs(scheme=schemes[node.outputs[0]]) if node.outputs[0] in schemes else node
                           for node in graph.nodes])
 

@@ -19,10 +19,10 @@ from ingot.compiler.checkpoint.quantized import (
 from ingot.compiler.importer.importer import import_model
 from ingot.compiler.ir.graph import Graph
 from ingot.compiler.passes.pipeline import cpu_pipeline, gpu_pipeline, run_passes
-from ingot.compiler.precision import find_precision
+from ingot.compiler.precision import find_precision, with_layers
 from ingot.compiler.quality_graph import QuantizedGraph
 from ingot.compiler.targets import find_target
-from tests.compiler.checkpoint.quantized.layouts import LAYOUTS, write_checkpoint
+from tests.compiler.checkpoint.quantized.layouts import LAYOUTS, fp8_tensor, write_checkpoint
 from tests.compiler.checkpoint.quantized.test_read import IDS, logits, small_model
 
 
@@ -56,6 +56,33 @@ def test_gpu_engines_keep_all_weights(name: str, target: str, precision: str, sc
     want = logits(model)
     # Inputs are rounded, to four bits in nvfp4; weights are not.
     assert np.abs(got - want).max() < {"nvfp4": 0.3}.get(scheme, 0.06) * np.abs(want).max()
+
+
+def test_what_the_checkpoint_leaves_alone_is_left_alone(tmp_path: Path) -> None:
+    """Floats stay floats and FP8 stays FP8 in an engine that keeps NVFP4; what the user names is as named."""
+    floats, fp8 = "model.layers.0.self_attn.o_proj", "model.layers.0.mlp.down_proj"
+    layout = LAYOUTS["modelopt nvfp4"]
+    model = small_model(num_hidden_layers=1)
+    plain = {name: value.clone() for name, value in model.state_dict().items()}
+    write_checkpoint(tmp_path, model, layout)
+    file = tmp_path / "model.safetensors"
+    tensors = {name: value for name, value in load_file(file).items() if not name.startswith((floats, fp8))}
+    tensors |= {f"{fp8}.{part}": value for part, value in fp8_tensor(plain[f"{fp8}.weight"])[0].items()}
+    save_file(tensors | {f"{floats}.weight": plain[f"{floats}.weight"]}, file)
+
+    def schemes(precision: str, **layers: str) -> dict[str, str]:
+        gpu = find_target("b200").gpu
+        named = {name.replace("__", "."): to for name, to in layers.items()}
+        chosen = with_layers(find_precision(precision, gpu), named, gpu)
+        graph = run_passes(import_model(open_checkpoint(tmp_path), 64).graph, gpu_pipeline(chosen, chosen.kv))
+        return {node.values[1].removesuffix(".weight"): node.attrs["scheme"] for node in graph.nodes
+                if node.op == "linear"}
+
+    kept = schemes("nvfp4")
+    assert (kept[floats], kept[fp8]) == ("bf16", "fp8")
+    assert all(scheme == "nvfp4" for name, scheme in kept.items() if name not in (floats, fp8, "lm_head"))
+    assert schemes("nvfp4", model__layers__0__self_attn__o_proj="nvfp4")[floats] == "nvfp4"
+    assert schemes("int8")[floats] == "int8_token"  # which keeps nothing of this checkpoint
 
 
 def test_equal_scales_of_inputs_are_applied_once(tmp_path: Path) -> None:
