@@ -18,6 +18,7 @@ from .checkpoint.checkpoint import Checkpoint
 from .checkpoint.quantized import (
     equal_tensors,
     quantization_report,
+    stored_groups,
     stored_schemes,
     stored_weights,
     with_equal_tensors_shared,
@@ -34,7 +35,7 @@ from .model_facts import ModelFacts
 from .model_shape import model_shape
 from .model_source import CheckpointSource, ConfigSource, ModelSource, open_checkpoint_source
 from .passes.pipeline import cpu_pipeline, gpu_pipeline, run_passes
-from .precision import AUTO, Precision, find_precision, with_layers
+from .precision import AUTO, Precision, find_precision, with_groups, with_layers
 from .quality_gate import Gate, Quality, quality_of, require_measurable
 from .refit_record import REFIT_MEMBER, refit_record
 from .self_test import record_self_test, require_recordable
@@ -77,6 +78,8 @@ class BuildRequest:
                      can run it
     max_perplexity_increase, min_top1_agreement  measure, and fail if the engine is worse; see Gate
     layers           pattern of names of layers -> precision of those that match; see with_layers
+    group_size, group_minimums  of four-bit integers on GPUs; see with_groups. If neither is said, weights that the
+                     checkpoint holds in such groups keep theirs
     tensor_parallel  GPUs that one engine is divided among
     tuning_records   what ingot tune has written, or its content: which kernels were measured to be the fastest
     """
@@ -105,6 +108,8 @@ class BuildRequest:
     max_perplexity_increase: float | None = None
     min_top1_agreement: float | None = None
     layers: Mapping[str, str] | None = None
+    group_size: int | None = None
+    group_minimums: bool | None = None
     tuning_records: Path | Mapping[str, Any] | None = None
     tensor_parallel: int = 1
 
@@ -117,6 +122,10 @@ class BuildRequest:
     def rounding(self) -> Rounding:
         """Raises RequestError for a method that is not known, or that needs no text if one is given."""
         return Rounding(self.quantization_method if self.calibrate else "rtn", self.calibration)
+
+    @property
+    def asks_groups(self) -> bool:
+        return self.group_size is not None or self.group_minimums is not None
 
     @property
     def measures(self) -> bool:
@@ -146,6 +155,7 @@ def build(request: BuildRequest, progress: Progress = lambda stage, detail: None
     Raises RequestError for what is asked wrongly (before any long work where possible), WorkFailed for what fails.
     Nothing is left behind by a build that fails, but for what it has put into the cache.
     """
+    _require_groups_asked_of(request)
     if request.precision == AUTO:
         return build_auto(request, build, progress, cache)
     target, rounding = find_target(request.target), request.rounding
@@ -153,6 +163,7 @@ def build(request: BuildRequest, progress: Progress = lambda stage, detail: None
     for name in (precision.name, *(request.layers or {}).values()):
         target.require_precision(name)
     precision = with_layers(precision, request.layers or {}, target.gpu)
+    precision = with_groups(precision, request.group_size, request.group_minimums)
     if request.measures and request.strip_weights:
         raise RequestError("the quality of an engine without weights cannot be measured; leave one of the two out")
     if request.measures and target.gpu is not None:
@@ -181,7 +192,9 @@ def build(request: BuildRequest, progress: Progress = lambda stage, detail: None
         stored: dict[str, str] = {}
         equal: dict[str, str] = {}
         if isinstance(source, CheckpointSource):
-            stored, equal = stored_schemes(source.checkpoint), equal_tensors(source.checkpoint)
+            if not request.asks_groups:
+                stored = (stored_schemes if target.gpu is None else stored_groups)(source.checkpoint)
+            equal = equal_tensors(source.checkpoint)
         passes = cpu_pipeline(precision, kv, stored) if target.gpu is None else gpu_pipeline(
             precision, kv, stored, request.tensor_parallel)
         shared = with_equal_tensors_shared(imported, equal)
@@ -259,6 +272,18 @@ def _reused(cache: BuildCache | None) -> dict[str, tuple[int, int]]:
 def ranks_suffix(num_ranks: int) -> str:
     """Of a target in the name of an engine's file."""
     return f"-tp{num_ranks}" if num_ranks > 1 else ""
+
+
+def _require_groups_asked_of(request: BuildRequest) -> None:
+    """Raises RequestError where groups are asked for that nobody can choose."""
+    if not request.asks_groups:
+        return
+    if request.precision == AUTO:
+        raise RequestError("group_size and group_minimums say what precision auto finds for each layer; leave them out")
+    target = find_target(request.target)
+    if target.gpu is None:
+        raise RequestError(f"group_size and group_minimums are for GPUs; four bits have groups of 32 channels with a "
+                           f"minimum each on {target.name}")
 
 
 def _require_ranks(request: BuildRequest, target: Target) -> None:
@@ -357,6 +382,8 @@ def _manifest(request: BuildRequest, source: ModelSource, facts: ModelFacts, imp
         "graph_sha256": hashlib.sha256(dump(imported).encode()).hexdigest(),
         "recipe": {"name": source.name, "target": target.name, "precision": precision.name, "kv_precision": kv,
                    **limits, **({"layers": dict(request.layers)} if request.layers else {}),
+                   **{name: value for name in ("group_size", "group_minimums")
+                      if (value := getattr(request, name)) is not None},
                    "compiler": request.compiler, "calibrate": request.calibrate,
                    **({"tensor_parallel": request.tensor_parallel} if request.tensor_parallel > 1 else {}),
                    "quantization_method": request.quantization_method,

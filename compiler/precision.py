@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-from ingot.plugins.linear.gpu_schemes import GPU_SCHEMES
+from ingot.plugins.linear.gpu_formats import GROUP, GROUPS
+from ingot.plugins.linear.gpu_schemes import GPU_SCHEMES, regrouped
 from ingot.plugins.scheme import SCHEMES
 from ingot.runtime.errors import RequestError
 
@@ -100,9 +101,10 @@ GPU_PRECISIONS = {p.name: p for p in (
     Precision("int8", (*_WHOLE, Rule("*", "int8_token")), "bf16",
               "int8 weights by output channel, activations by token; head, embedding and routers bf16", "bf16"),
     Precision("int4", (*_WHOLE, Rule("*", "int4")), "bf16",
-              "4-bit weights in groups of 128, bf16 arithmetic; head, embedding and routers bf16", "bf16"),
+              "4-bit weights in groups of 128 (or 64, 32), bf16 arithmetic; head, embedding and routers bf16", "bf16"),
     Precision("w4a8", (*_WHOLE, Rule("*", "w4a8_fp8")), "bf16",
-              "4-bit weights in groups of 128, 8-bit activations by token; head, embedding and routers bf16", "bf16"),
+              "4-bit weights in groups of 128 (or 64, 32), 8-bit activations by token; head, embedding and routers bf16",
+              "bf16"),
     Precision("nvfp4", (*_WHOLE, Rule("*", "nvfp4")), "bf16",
               "e2m1 weights and activations in groups of 16; head, embedding and routers bf16", "bf16"),
 )}
@@ -133,6 +135,35 @@ def with_layers(precision: Precision, layers: Mapping[str, str], gpu: Gpu | None
     rules = tuple(LayerRule(pattern, find_precision(layers[pattern], gpu).scheme("linear"))
                   for pattern in sorted(layers, key=vague))
     return replace(precision, layers=rules)
+
+
+def with_groups(precision: Precision, size: int | None, minimums: bool | None) -> Precision:
+    """The precision of a GPU target, but four-bit integers have groups of so many input channels, and a minimum each or
+    none. None: what default_groups says.
+
+    Raises RequestError for another size than GROUPS, and for a precision without four-bit integers.
+    """
+    if size is None and minimums is None:
+        return precision
+    if size is not None and size not in GROUPS:
+        raise RequestError(f"group_size is {size}; expected {', '.join(map(str, GROUPS))}")
+    schemes = {rule.scheme for rule in (*precision.rules, *precision.layers)}
+    if not any(scheme in GPU_SCHEMES and GPU_SCHEMES[scheme].weights.is_int4 for scheme in schemes):
+        raise RequestError(f"group_size and group_minimums are for four-bit integers; {precision.name} has none.\n"
+                           "  Precisions that have: int4, w4a8")
+    groups = default_groups(size, minimums)
+    return replace(precision, rules=tuple(replace(r, scheme=regrouped(r.scheme, *groups)) for r in precision.rules),
+                   layers=tuple(replace(r, scheme=regrouped(r.scheme, *groups)) for r in precision.layers))
+
+
+def default_groups(size: int | None = None, minimums: bool | None = None) -> tuple[int, bool]:
+    """(channels, whether with minimums) where one of them, or both, is not said.
+
+    Groups of 128 and 64 are symmetric: half the channels cost as many bytes as minimums, make weights err about as
+    much less, and need no arithmetic of their own. Below 32 channels there is nothing, so that these have minimums.
+    """
+    size = GROUP if size is None else size
+    return size, size == min(GROUPS) if minimums is None else minimums
 
 
 def weight_bits(scheme: str) -> int:

@@ -20,7 +20,8 @@ from .report import Report
 # Options that a recipe says itself: option -> its default.
 _OF_ONE_BUILD = {"tensor_parallel": 1, "kv_precision": None, "max_batch_size": None, "max_num_tokens": None,
                  "max_seq_len": None, "name": None, "dump": None, "tuning_records": None, "compiler": "zig",
-                 "calibrate": True, "calibration": None, "quantization_method": "best", "layers": None}
+                 "calibrate": True, "calibration": None, "quantization_method": "best", "layers": None,
+                 "group_size": None, "group_minimums": None}
 
 _OPTIONS = {"calibrate": "--no-calibration", "layers": "--layer"}
 
@@ -35,6 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layer", dest="layers", action="append", type=layer, metavar="PATTERN=PRECISION",
                         help="another precision for layers of these names, such as 'model.layers.0.*=int8'; the most "
                         "exact pattern decides")
+    parser.add_argument("--group-size", type=int, metavar="N", help="input channels that share a scale in four-bit "
+                        "integers on GPUs: 32, 64 or 128 (default: 128, or what the checkpoint is quantized in)")
+    parser.add_argument("--group-minimums", action=argparse.BooleanOptionalAction,
+                        help="whether each of these groups has a minimum too (default: groups of 32 have)")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE",
                         help="engine file (default: named for what it is); with --recipe: the folder for all")
     parser.add_argument("--max-batch-size", type=int, metavar="N", help="sequences in a step")

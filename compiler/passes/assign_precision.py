@@ -5,6 +5,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
+from ingot.plugins.linear.gpu_schemes import GPU_SCHEMES, with_format
 from ingot.runtime.errors import RequestError
 
 from ..ir.graph import Graph
@@ -22,7 +23,7 @@ def assign_precision(graph: Graph, precision: Precision, stored: Mapping[str, st
     """linear, expert_linear and embedding nodes with constant weights get attrs["scheme"].
 
     An embedding that is the head's own weight takes the head's scheme, so that the two are stored once.
-    stored: tensor of the checkpoint -> the scheme that holds its numbers as they are.
+    stored: tensor of the checkpoint -> the scheme that holds its numbers as they are; on GPUs the format of int4.
     Raises RequestError for a pattern of precision.layers that no layer matches.
     """
     matrices = find_matrices(graph)
@@ -38,6 +39,8 @@ def _as_stored(scheme: str, weight: WeightExpr, stored: Mapping[str, str]) -> st
     if scheme == "fp8" and carried(weight, "fp8") is None and carried(weight, "fp8_block") is not None:
         return "fp8_block"
     found = {stored[name] for name in weight.tensor_names() if name in stored}
+    if scheme in GPU_SCHEMES and GPU_SCHEMES[scheme].weights.is_int4:
+        return with_format(scheme, found.pop()) if len(found) == 1 else scheme
     return found.pop() if len(found) == 1 and found <= set(_AS_STORED.get(scheme, ())) else scheme
 
 

@@ -59,6 +59,9 @@ _SHARED: Mapping[str, Field] = {
     "calibrate": Field("flag", "Round weights of 4 bits for the inputs they meet (default true)."),
     "calibration": Field("text", 'Text file, or JSONL with a "text" in each line, that the model is run on for it; '
                          "relative to the recipe. Default: one that ships with the compiler."),
+    "group_size": Field("count", "Input channels that share a scale in four-bit integers on GPUs: 32, 64 or 128; "
+                        "default: 128, or what the checkpoint is quantized in."),
+    "group_minimums": Field("flag", "Whether each of these groups has a minimum too; default: groups of 32 have."),
     "quantization_method": Field("text", "How weights of 4 bits are rounded; default: what errs least, layer by layer.",
                                  choices=tuple(METHODS)),
     "tuning_records": Field("text", "What ingot tune has measured: which kernels of a CPU target are the fastest; "

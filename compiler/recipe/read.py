@@ -12,7 +12,7 @@ from ..build import BuildRequest, ranks_suffix
 from .fields import RECIPE, BadRecipe, check
 
 _SHARED = ("tensor_parallel", "kv_precision", "calibrate", "calibration", "quantization_method",
-           "tuning_records", "compiler", "self_test")
+           "group_size", "group_minimums", "tuning_records", "compiler", "self_test")
 
 
 @dataclass(frozen=True)

@@ -218,6 +218,10 @@ def test_dumps_lie_in_the_folder_and_in_the_engine(tiny_checkpoint: Path, tmp_pa
     ({"kv_precision": "fp8"}, "has no KV cache in 'fp8'; it has: fp32, bf16, int8"),
     ({"max_batch_size": 0}, "max_batch_size must be at least 1, got 0"),
     ({"max_seq_len": -3}, "max_seq_len must be at least 1, got -3"),
+    ({"group_size": 64}, "group_size and group_minimums are for GPUs; four bits have groups of 32 channels with a"),
+    ({"target": "h200", "precision": "int4", "group_size": 48}, "group_size is 48; expected 32, 64, 128"),
+    ({"target": "h200", "precision": "fp8", "group_minimums": True}, "are for four-bit integers; fp8 has none"),
+    ({"target": "h200", "precision": "auto", "group_size": 32}, "precision auto finds for each layer; leave them out"),
     ({"max_seq_len": 129}, "max_seq_len 129 is beyond the 128 positions of tiny-llama"),
     ({"max_batch_size": 32}, "max_num_tokens 24 is below max_batch_size 32")])
 def test_wrong_requests(tiny_checkpoint: Path, tmp_path: Path, change: dict[str, object], message: str) -> None:

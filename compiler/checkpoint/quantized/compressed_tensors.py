@@ -27,7 +27,18 @@ from ...weights.expr import (
 )
 from ..errors import CheckpointError
 from .fp8 import float8_weight
-from .weights import INPUT_SCALES, KV_SCALES, Grid, Quantized, QuantizedWeight, Tensors, grid_of, scaled, spread
+from .weights import (
+    INPUT_SCALES,
+    KV_SCALES,
+    Grid,
+    Quantized,
+    QuantizedWeight,
+    Tensors,
+    grid_of,
+    int4_groups,
+    scaled,
+    spread,
+)
 
 FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized",
            "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision")
@@ -107,7 +118,8 @@ def _packed(tensors: Tensors, base: str, weights: list[Mapping[str, Any]]) -> Qu
     keeps = "w4a8" if bits <= 4 and index is None and grid.columns % 32 == 0 else ""
     if bits == 8 and groups == 1 and zeros is None:
         keeps = "int8"
-    return QuantizedWeight(elementwise("mul", centred, by_channel(scales)), shown, keeps)
+    on_gpus = int4_groups(grid.columns, k, zeros is None) if keeps == "w4a8" else ""
+    return QuantizedWeight(elementwise("mul", centred, by_channel(scales)), shown, keeps, on_gpus)
 
 
 def _fp4(tensors: Tensors, base: str) -> QuantizedWeight:

@@ -14,6 +14,9 @@ _PLAIN = ("F64", "F32", "F16", "BF16", "I8", "I16", "I32", "I64")
 _SCHEMES = {"Q4_0": "w4a8", "Q4_1": "w4a8", "Q4_K": "w4a8", "Q8_0": "int8g32"}
 """GGML type -> the scheme that holds its numbers: to the bit but for Q4_K, whose scales are no float16."""
 
+_GROUPS = {"Q4_0": "int4_g32", "Q4_1": "int4_g32m", "Q4_K": "int4_g32m"}
+"""Likewise the format on GPUs."""
+
 
 def gguf_types(checkpoint: Checkpoint) -> Quantized | None:
     """None for another checkpoint than a GGUF file, or one whose tensors are all plain numbers."""
@@ -22,7 +25,8 @@ def gguf_types(checkpoint: Checkpoint) -> Quantized | None:
     found = Quantized("GGUF")
     for name in checkpoint.names():
         if (kind := checkpoint.dtype(name)) not in _PLAIN:
-            found.weights[name] = QuantizedWeight(tensor(name, checkpoint.shape(name)), kind, _SCHEMES.get(kind, ""))
+            found.weights[name] = QuantizedWeight(tensor(name, checkpoint.shape(name)), kind, _SCHEMES.get(kind, ""),
+                                                  _GROUPS.get(kind, ""))
     return found if found.weights else None
 
 

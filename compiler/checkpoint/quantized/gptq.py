@@ -23,7 +23,7 @@ from ...weights.expr import (
     unpack_rows,
 )
 from ..errors import CheckpointError
-from .weights import Quantized, QuantizedWeight, Tensors, transposed
+from .weights import Quantized, QuantizedWeight, Tensors, int4_groups, transposed
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where in a word the element of each column lies: columns 0, 2, 4, 6, 1, 3, 5, 7 from the lowest bits on."""
@@ -88,4 +88,5 @@ def _weight(tensors: Tensors, base: str, q: WeightExpr, scales: WeightExpr, zero
         ", channels in act-order" if ordered else "")
     # Channels in act-order that share a block of 32 have scales of different groups.
     keeps = bits <= 4 and not ordered and size % 32 == 0
-    return QuantizedWeight(weight, shown, "w4a8" if keeps else "")
+    on_gpus = int4_groups(size, k, bool(config.get("sym", False))) if keeps else ""
+    return QuantizedWeight(weight, shown, "w4a8" if keeps else "", on_gpus)

@@ -60,6 +60,13 @@ def stored_schemes(checkpoint: Checkpoint) -> dict[str, str]:
                                      for tensor in weight.expr.tensor_names()}
 
 
+def stored_groups(checkpoint: Checkpoint) -> dict[str, str]:
+    """Tensor -> the format of GPUs' four-bit integers that holds the numbers of its weight as they are."""
+    found = stored_weights(checkpoint)
+    return {} if found is None else {tensor: weight.groups for weight in found.weights.values() if weight.groups
+                                     for tensor in weight.expr.tensor_names()}
+
+
 def _configuration(checkpoint: Checkpoint) -> tuple[str, Mapping[str, Any]] | None:
     """(method, its configuration)."""
     if checkpoint.path.is_file():

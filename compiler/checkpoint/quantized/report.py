@@ -5,6 +5,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+from ingot.plugins.linear.gpu_schemes import GPU_SCHEMES
+
 from ...weights.packed import PANELS, PackedWeight
 from .equal import shareable
 from .gguf import leaves_columns_alone
@@ -44,8 +46,13 @@ def quantization_report(quantized: Quantized, packed: Iterable[PackedWeight], ta
 
 
 def _kept(weight: QuantizedWeight, made: PackedWeight) -> bool:
-    if made.packing.layout != PANELS:
-        return made.is_carried
     # Whole tensors of a GGUF file are weights; what the model makes of them may divide their blocks.
     whole = weight.expr.op != "tensor" or leaves_columns_alone(made.expr)
-    return weight.scheme == made.packing.scheme and whole
+    if made.packing.layout == PANELS:
+        return weight.scheme == made.packing.scheme and whole
+    scheme = GPU_SCHEMES[made.packing.scheme]
+    if not scheme.weights.is_int4:
+        return made.is_carried
+    k = made.expr.shape[-1]  # of a rank, where inputs are divided
+    divided = k != weight.expr.shape[-1] and k % scheme.weights.channels_per_scale != 0
+    return weight.groups == scheme.format and whole and not divided
