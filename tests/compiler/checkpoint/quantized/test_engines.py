@@ -21,9 +21,10 @@ from ingot.compiler.ir.graph import Graph
 from ingot.compiler.passes.pipeline import cpu_pipeline, gpu_pipeline, run_passes
 from ingot.compiler.precision import find_precision, with_layers
 from ingot.compiler.quality_graph import QuantizedGraph
+from ingot.compiler.refit import CannotRefit, RefitRequest, refit
 from ingot.compiler.targets import find_target
 from tests.compiler.checkpoint.quantized.layouts import LAYOUTS, fp8_tensor, write_checkpoint
-from tests.compiler.checkpoint.quantized.test_read import IDS, logits, small_model
+from tests.compiler.checkpoint.quantized.test_read import IDS, engine_logits, logits, small_model
 
 
 def for_gpu(folder: Path, target: str, precision: str) -> tuple[Checkpoint, Graph]:
@@ -115,3 +116,18 @@ def test_scales_that_differ_stay_apart(tmp_path: Path) -> None:
     save_file(tensors, file)
     equal = equal_tensors(open_checkpoint(tmp_path))
     assert key not in equal and len(equal) == 3  # up, q and v are as gate; those of down and o have other widths
+
+
+def test_a_refit_asks_for_the_same_equal_scales(tmp_path: Path) -> None:
+    """An engine whose q, k and v share the scales of their inputs is not for a checkpoint where they differ."""
+    model = small_model(num_hidden_layers=1)
+    write_checkpoint(tmp_path / "model", model, LAYOUTS["modelopt smoothquant"])
+    got = engine_logits(tmp_path, "int8")
+    want = logits(model)
+    assert np.abs(got - want).max() < 0.03 * np.abs(want).max()
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    key = "model.layers.0.self_attn.k_proj.pre_quant_scale"
+    save_file(tensors | {key: tensors[key] * 2}, file)
+    with pytest.raises(CannotRefit, match=r"whose scales are equal.*others. The first is .*k_proj.pre_quant_scale"):
+        refit(RefitRequest(tmp_path / "x.engine", str(tmp_path / "model"), tmp_path / "y.engine"))
