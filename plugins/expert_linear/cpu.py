@@ -78,7 +78,7 @@ def emit(problem: Problem) -> CpuKernel:
             f"const ingot_matmul job = {{.x = {source}, .x_stride = {stride}, "
             f".share = {p.choices if p.shared else 1}, .w = args[2],\n"
             f"                          .y = args[3], .bias = {'args[4]' if p.bias else 'NULL'},\n"
-            f"                          .n = {p.n}, .k = {p.k}, .ahead = {ahead(p.scheme)}}};\n"
+            f"                          .n = {p.n}, .k = {p.k}, .ahead = {ahead(p.scheme, p.size_class)}}};\n"
             f"ingot_expert_linear({', '.join(tile_arguments(p.scheme, p.size_class, p.k))}, &job,\n"
             f"                    args[1], {p.choices} * step->num_tokens, {p.experts}, "
             f"{expert_bytes(p.n, p.k, p.scheme)}, order, starts, {chunk},\n"

@@ -97,7 +97,7 @@ def emit(problem: Problem) -> CpuKernel:
         k_step = str(p.k)  # y may be the residual: it cannot hold sums on the way
     body = (f"{prepare}const ingot_matmul job = {{.x = {source}, .x_stride = {stride}, .share = 1, .w = args[1],\n"
             f"                          .y = args[2], .bias = {bias}, .residual = {residual},\n"
-            f"                          .n = {p.n}, .k = {p.k}, .ahead = {ahead(p.scheme, p.tactic)}}};\n"
+            f"                          .n = {p.n}, .k = {p.k}, .ahead = {ahead(p.scheme, p.size_class, p.tactic)}}};\n"
             f"ingot_linear({tile}, {max_rows}, {panels}, {k_step}, &job, {row_count(p.rows)},\n"
             f"             {block_rows(p.scheme, p.k, p.tactic)}, worker, num_workers);")
     return CpuKernel(_symbol(p), "linear/linear.h", body, choice=p)
@@ -120,9 +120,10 @@ def tile_arguments(scheme: Scheme, size_class: int, k: int, tactic: Tactic = MOD
     return tile, rows, str(tactic.panels or panels), k_step
 
 
-def ahead(scheme: Scheme, tactic: Tactic = MODEL) -> str:
+def ahead(scheme: Scheme, size_class: int, tactic: Tactic = MODEL) -> str:
     """In C, how far ahead of its use a weight is fetched."""
-    return str(tactic.ahead or ("INGOT_INTEGER_AHEAD" if scheme.is_integer else "INGOT_FLOAT_AHEAD"))
+    of_one = "_OF_ONE" if size_class == 1 else ""
+    return str(tactic.ahead or (f"INGOT_INTEGER_AHEAD{of_one}" if scheme.is_integer else "INGOT_FLOAT_AHEAD"))
 
 
 def block_rows(scheme: Scheme, k: int, tactic: Tactic = MODEL) -> int:

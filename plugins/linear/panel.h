@@ -52,9 +52,10 @@ typedef struct ingot_matmul {
 typedef void (*ingot_tile)(const ingot_matmul *job, int rows, int panels, int k_begin, int k_end, int row, int panel);
 
 /* Fetches the line that is `ahead` bytes behind `from` in the order of reading: `left` bytes from `from` on the panel
- * ends, and as `panels` of them are read side by side, the next to read follows behind those. */
+ * ends, and as `panels` of them are read side by side, the next to read follows behind those. Into the second-level
+ * cache: the first-level one is full of activations, and its few pending misses are left to the loads. */
 INGOT_INLINE void ingot_fetch(const void *from, size_t ahead, size_t left, const int panels, size_t panel_bytes) {
-    __builtin_prefetch((const uint8_t *)from + ahead + (ahead < left ? 0 : (size_t)(panels - 1) * panel_bytes));
+    __builtin_prefetch((const uint8_t *)from + ahead + (ahead < left ? 0 : (size_t)(panels - 1) * panel_bytes), 0, 2);
 }
 
 INGOT_INLINE const uint8_t *ingot_row(const ingot_matmul *job, int row) {
