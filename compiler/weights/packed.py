@@ -3,14 +3,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from threading import Lock
 
 import numpy as np
 
+from ingot.plugins.linear import native
 from ingot.plugins.linear.compensate import Feedback, feedback
 from ingot.plugins.linear.gpu_schemes import GPU_SCHEMES
+from ingot.plugins.linear.native import NotFinite
 from ingot.plugins.linear.pack import pack, packed_size, unpack
 from ingot.plugins.scheme import BLOCK, PANEL, SCHEMES
 
@@ -20,6 +23,7 @@ from .carried import carried
 from .evaluate import TensorSource, evaluate
 from .expr import WeightExpr
 from .rows import blob_parts, blob_size, pack_rows
+from .stored import bf16_rows
 
 PANELS, ROWS = "panels", "rows"
 """Layouts of packed matrices."""
@@ -133,8 +137,13 @@ class PackedWeight:
             return [Piece(0, lambda: pack_rows(self.expr, source, form, ROWS_AT_A_TIME, inputs))]
         *experts, n, k = self.expr.shape
         scheme = SCHEMES[self.packing.scheme]
+        narrow = inputs is None and native.is_used() and (scheme.weight_bits == 4 or scheme.weight_group > 0)
 
         def make(begin: int, end: int) -> np.ndarray:
+            bits = bf16_rows(self.expr, source, (begin, end)) if narrow else None
+            if bits is not None:
+                with suppress(NotFinite):  # evaluation tells where
+                    return pack(bits.reshape(-1, k), scheme)
             part = evaluate(self.expr, source, rows=(begin, end))
             return pack(part.reshape(-1, k), scheme, inputs(begin if experts else 0) if inputs is not None else None)
 

@@ -25,6 +25,8 @@ GROUPS_AT_ONCE = 2048
 _FIT_BYTES = 192
 """Of scratch memory, for the fits of 16 groups."""
 
+_NOT_FINITE = 2
+
 Settle = Callable[[np.ndarray, np.ndarray, np.ndarray], None]
 
 _library: ctypes.CDLL | None = None
@@ -51,28 +53,40 @@ def fit_columns(x: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
     return step, minimum
 
 
+class NotFinite(ValueError):
+    """A weight in bfloat16 is NaN or infinite."""
+
+
 def pack_w4(w: np.ndarray, settle: Settle) -> np.ndarray | None:
-    """The panels in w4a8 of w, float32 [N, K]; None where numpy has to make them. settle: settle_exact."""
+    """The panels in w4a8 of w [N, K], float32 or bits of bfloat16; None where numpy has to make them.
+
+    settle: settle_exact. Raises NotFinite; of float32 that is the caller's to look at.
+    """
     if _library is None:
         return None
     w, (n, k) = np.ascontiguousarray(w), w.shape
     panels, blocks = -(-n // PANEL), -(-k // BLOCK)
-    shape = ctypes.c_int64(n), ctypes.c_int64(k)
+    matrix = _at(w), ctypes.c_int(w.dtype == np.uint16), ctypes.c_int64(n), ctypes.c_int64(k)
     step, minimum = np.empty((2, panels, blocks, PANEL), np.float16)
     scratch = np.empty(panels * blocks * _FIT_BYTES + 4 * -(-panels * PANEL * blocks // GROUPS_AT_ONCE), np.uint8)
-    if _library.ingot_fit_rows(_at(w), *shape, _at(step), _at(minimum), _at(scratch)):
+    found = _library.ingot_fit_rows(*matrix, _at(step), _at(minimum), _at(scratch))
+    if found == _NOT_FINITE:
+        raise NotFinite
+    if found:
         _settled(w, step, minimum, settle)
     out = np.empty(panels * blocks * 320, np.uint8)
-    _library.ingot_pack_w4(_at(w), *shape, _at(step), _at(minimum), _at(out))
+    _library.ingot_pack_w4(*matrix, _at(step), _at(minimum), _at(out))
     return out
 
 
 def pack_w8_groups(w: np.ndarray, size: int) -> np.ndarray | None:
-    """The panels in int8g32 of w, float32 [N, K], `size` bytes; None where numpy has to make them."""
+    """The panels in int8g32, `size` bytes; else as pack_w4."""
     if _library is None:
         return None
     w, out = np.ascontiguousarray(w), np.empty(size, np.uint8)
-    _library.ingot_pack_w8_groups(_at(w), ctypes.c_int64(w.shape[0]), ctypes.c_int64(w.shape[1]), _at(out))
+    if _library.ingot_pack_w8_groups(_at(w), ctypes.c_int(w.dtype == np.uint16), ctypes.c_int64(w.shape[0]),
+                                     ctypes.c_int64(w.shape[1]), _at(out)) == _NOT_FINITE:
+        raise NotFinite
     return out
 
 

@@ -37,7 +37,8 @@ def pack(w: np.ndarray, scheme: Scheme, inputs: Feedback | None = None) -> np.nd
     """w [N, K], float32, or bfloat16 as uint16 bits -> uint8 [packed_size(N, K)].
 
     inputs: those that the layer gets; four bits are then rounded for the least error of its output.
-    Beyond its result it takes memory for about a million weights. NaN or infinite weights are the caller's to refuse.
+    Beyond its result it takes memory for about a million weights. NaN or infinite weights are the caller's to refuse;
+    native.NotFinite may be raised for them.
     """
     n, k = w.shape
     out = np.empty((-(-n // PANEL), panel_bytes(k, scheme)), np.uint8)
@@ -45,9 +46,9 @@ def pack(w: np.ndarray, scheme: Scheme, inputs: Feedback | None = None) -> np.nd
         part, panels = w[begin:end], slice(begin // PANEL, -(-end // PANEL))
         done = None
         if scheme.weight_bits == 4 and inputs is None:
-            done = native.pack_w4(to_float32(part), settle_exact)
+            done = native.pack_w4(part, settle_exact)
         elif scheme.weight_group:
-            done = native.pack_w8_groups(to_float32(part), out[panels].size)
+            done = native.pack_w8_groups(part, out[panels].size)
         if done is None:
             rows = np.zeros((-(-(end - begin) // PANEL) * PANEL, k), w.dtype)
             rows[:end - begin] = part

@@ -18,6 +18,7 @@
 
 typedef float vf __attribute__((vector_size(4 * LANES)));
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
+typedef uint16_t vs __attribute__((vector_size(2 * LANES)));
 typedef _Float16 vh __attribute__((vector_size(2 * LANES)));
 
 /* A fit that is under way: step and minimum for a group that spans 0 to 1, and how much of its squares they explain. */
@@ -180,14 +181,33 @@ EXPORT void ingot_fit_columns(const float *x, int64_t rows, int64_t n, _Float16 
     }
 }
 
-/* Block `block` of the 16 rows from w on, transposed: rows of w [n, k] beyond n and channels beyond k are zeros. */
-INLINE void load_block(const float *w, int64_t n, int64_t k, int64_t block, vf *out) {
-    const float *from = w + block * BLOCK;
+/* Element `at` of w: bits of bfloat16, or float32. */
+INLINE float element(const void *w, int bf16, int64_t at) {
+    if (!bf16) return ((const float *)w)[at];
+    uint32_t bits = (uint32_t)((const uint16_t *)w)[at] << 16;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* 16 elements from `at` on. */
+INLINE vf elements(const void *w, int bf16, int64_t at) {
+    if (!bf16) return load((const float *)w + at);
+    vs bits;
+    memcpy(&bits, (const uint16_t *)w + at, sizeof bits);
+    return (vf)(__builtin_convertvector(bits, vi) << 16);
+}
+
+/* Block `block` of the 16 rows from row `first` on, transposed: rows of w [n, k] beyond n and channels beyond k are
+ * zeros. Adds lanes with NaN or infinite elements to `odd`, of bfloat16: those in float32 have been looked at. */
+INLINE void load_block(const void *w, int bf16, int64_t n, int64_t k, int64_t first, int64_t block, vf *out, vi *odd) {
+    int64_t begin = first * k + block * BLOCK;
+    n -= first;
     int64_t channels = k - block * BLOCK < BLOCK ? k - block * BLOCK : BLOCK;
     if (n >= LANES && channels == BLOCK) {
         for (int part = 0; part < BLOCK; part += LANES) {
             vf a[LANES], b[LANES];
-            for (int lane = 0; lane < LANES; lane++) a[lane] = load(from + lane * k + part);
+            for (int lane = 0; lane < LANES; lane++) a[lane] = elements(w, bf16, begin + lane * k + part);
             /* Four rounds that each interleave the first half of the rows with the second. */
             for (int round = 0; round < 2; round++) {
                 for (int i = 0; i < 8; i++) {
@@ -205,31 +225,40 @@ INLINE void load_block(const float *w, int64_t n, int64_t k, int64_t block, vf *
             }
             for (int row = 0; row < LANES; row++) out[part + row] = a[row];
         }
-        return;
+    } else {
+        for (int row = 0; row < BLOCK; row++) {
+            out[row] = splat(0);
+            for (int lane = 0; lane < LANES; lane++)
+                if (lane < n && row < channels) out[row][lane] = element(w, bf16, begin + lane * k + row);
+        }
     }
-    for (int row = 0; row < BLOCK; row++) {
-        out[row] = splat(0);
-        for (int lane = 0; lane < LANES; lane++)
-            if (lane < n && row < channels) out[row][lane] = from[lane * k + row];
-    }
+    if (bf16)
+        for (int row = 0; row < BLOCK; row++) *odd |= ((vi)out[row] & 0x7F800000) == 0x7F800000;
 }
 
 INLINE int64_t of(int64_t value, int64_t size) { return (value + size - 1) / size; }
 
-/* Step and minimum of every block of 32 channels of w [n, k], float16 [panels, blocks, 16]: as quantize_w4 finds them,
- * but for what settle_exact would change. Returns whether any weight has bits that bfloat16 lacks: only then may it.
+INLINE int any(vi where) {
+    int found = 0;
+    for (int lane = 0; lane < LANES; lane++) found |= where[lane];
+    return found != 0;
+}
+
+/* Step and minimum of every block of 32 channels of w [n, k], float32 or bits of bfloat16: float16 [panels, blocks, 16],
+ * as quantize_w4 finds them, but for what settle_exact would change. Returns 1 if a weight has bits that bfloat16 lacks,
+ * for only then may it; 2 if one is NaN or infinite.
  *
  * scratch: 192 bytes for every 16 groups, then an int32 for every GROUPS_AT_ONCE groups. */
-EXPORT int ingot_fit_rows(const float *w, int64_t n, int64_t k, _Float16 *step, _Float16 *minimum, float *scratch) {
+INLINE int fit_rows(const void *w, int bf16, int64_t n, int64_t k, _Float16 *step, _Float16 *minimum, float *scratch) {
     int64_t panels = of(n, LANES), blocks = of(k, BLOCK), groups = panels * LANES * blocks;
     int32_t *exact = (int32_t *)(scratch + panels * blocks * 48);
     memset(exact, 0, (size_t)of(groups, GROUPS_AT_ONCE) * sizeof *exact);
     vf x[BLOCK];
-    vi low_bits = {0};
+    vi low_bits = {0}, odd = {0};
     for (int64_t panel = 0; panel < panels; panel++)
         for (int64_t block = 0; block < blocks; block++) {
             fit found;
-            load_block(w + panel * LANES * k, n - panel * LANES, k, block, x);
+            load_block(w, bf16, n, k, panel * LANES, block, x, &odd);
             for (int row = 0; row < BLOCK; row++) low_bits |= (vi)x[row] & 0xFFFF;
             vi on_grid = fit_first(x, BLOCK, &found);
             memcpy(scratch + (panel * blocks + block) * 48, &found, sizeof found);
@@ -247,7 +276,7 @@ EXPORT int ingot_fit_rows(const float *w, int64_t n, int64_t k, _Float16 *step, 
                 if (size > GROUPS_AT_ONCE) size = GROUPS_AT_ONCE;
                 tried[lane] = (double)exact[part] / (double)size > 0.02 ? -1 : 0;
             }
-            load_block(w + panel * LANES * k, n - panel * LANES, k, block, x);
+            load_block(w, bf16, n, k, panel * LANES, block, x, &odd);
             memcpy(&found, scratch + (panel * blocks + block) * 48, sizeof found);
             if (count(tried)) {
                 fit parts = found;
@@ -260,23 +289,27 @@ EXPORT int ingot_fit_rows(const float *w, int64_t n, int64_t k, _Float16 *step, 
             memcpy(step + (panel * blocks + block) * LANES, &of_step, sizeof of_step);
             memcpy(minimum + (panel * blocks + block) * LANES, &of_minimum, sizeof of_minimum);
         }
-    int any = 0;
-    for (int lane = 0; lane < LANES; lane++) any |= low_bits[lane];
-    return any != 0;
+    return any(odd) ? 2 : any(low_bits);
+}
+
+EXPORT int ingot_fit_rows(const void *w, int bf16, int64_t n, int64_t k, _Float16 *step, _Float16 *minimum,
+                          float *scratch) {
+    return bf16 ? fit_rows(w, 1, n, k, step, minimum, scratch) : fit_rows(w, 0, n, k, step, minimum, scratch);
 }
 
 /* The panels of w [n, k] in w4a8 with these steps and minimums, float16 [panels, blocks, 16]. */
-EXPORT void ingot_pack_w4(const float *w, int64_t n, int64_t k, const _Float16 *step, const _Float16 *minimum,
-                          uint8_t *out) {
+INLINE void pack_w4(const void *w, int bf16, int64_t n, int64_t k, const _Float16 *step, const _Float16 *minimum,
+                    uint8_t *out) {
     int64_t panels = of(n, LANES), blocks = of(k, BLOCK);
     vf x[BLOCK];
+    vi odd = {0};
     for (int64_t panel = 0; panel < panels; panel++)
         for (int64_t block = 0; block < blocks; block++, out += 320, step += LANES, minimum += LANES) {
             vh of_step, of_minimum;
             memcpy(&of_step, step, sizeof of_step);
             memcpy(&of_minimum, minimum, sizeof of_minimum);
             vf start = widened(of_minimum), inverse = inverse_of(widened(of_step));
-            load_block(w + panel * LANES * k, n - panel * LANES, k, block, x);
+            load_block(w, bf16, n, k, panel * LANES, block, x, &odd);
             for (int j = 0; j < 4; j++) {
                 vi bytes = {0};
                 for (int i = 0; i < 4; i++) {
@@ -291,13 +324,21 @@ EXPORT void ingot_pack_w4(const float *w, int64_t n, int64_t k, const _Float16 *
         }
 }
 
-/* The panels of w [n, k] in int8g32: quantize_w8_groups, and where panel.h wants the numbers. */
-EXPORT void ingot_pack_w8_groups(const float *w, int64_t n, int64_t k, uint8_t *out) {
+EXPORT void ingot_pack_w4(const void *w, int bf16, int64_t n, int64_t k, const _Float16 *step,
+                          const _Float16 *minimum, uint8_t *out) {
+    if (bf16) pack_w4(w, 1, n, k, step, minimum, out);
+    else pack_w4(w, 0, n, k, step, minimum, out);
+}
+
+/* The panels of w [n, k] in int8g32: quantize_w8_groups, and where panel.h wants the numbers. Returns 2 if a weight is
+ * NaN or infinite. */
+INLINE int pack_w8_groups(const void *w, int bf16, int64_t n, int64_t k, uint8_t *out) {
     int64_t panels = of(n, LANES), blocks = of(k, BLOCK);
     vf x[BLOCK];
+    vi odd = {0};
     for (int64_t panel = 0; panel < panels; panel++)
         for (int64_t block = 0; block < blocks; block++) {
-            load_block(w + panel * LANES * k, n - panel * LANES, k, block, x);
+            load_block(w, bf16, n, k, panel * LANES, block, x, &odd);
             vf low = x[0], high = x[0];
             for (int row = 1; row < BLOCK; row++) low = least(x[row], low), high = greatest(x[row], high);
             vf most = greatest(high, -low), scale = widened(to_f16(most / 127.0f));
@@ -326,4 +367,9 @@ EXPORT void ingot_pack_w8_groups(const float *w, int64_t n, int64_t k, uint8_t *
                 memcpy(out, &bytes, sizeof bytes);
             }
         }
+    return any(odd) ? 2 : 0;
+}
+
+EXPORT int ingot_pack_w8_groups(const void *w, int bf16, int64_t n, int64_t k, uint8_t *out) {
+    return bf16 ? pack_w8_groups(w, 1, n, k, out) : pack_w8_groups(w, 0, n, k, out);
 }
