@@ -40,11 +40,13 @@ def _logits(model: Any) -> list[list[float]]:
 
 def _modelopt(name: str, kv: bool = False) -> Writer:
     def write(folder: Path) -> list[list[float]]:
-        """The logits of the simulation, its activations not rounded. AWQ's export changes scales and rounds weights
-        again, so that its tensors stand for other weights than the simulation's: no logits then."""
+        """The logits of the simulation, its inputs not rounded. Before AWQ is exported, layers that read the same get
+        the same scales, and weights are rounded anew: done first here, so that the simulation is of what is written.
+        W4A8 rounds the weights of its simulation to fp8 as well: not what its tensors stand for, and left out."""
         import modelopt.torch.quantization as mtq
         import torch
         from modelopt.torch.export import export_hf_checkpoint
+        from modelopt.torch.export.unified_export_hf import requantize_resmooth_fused_llm_layers
         model = _model()
         ids = torch.randint(0, 256, (4, 64))
         config = copy.deepcopy(getattr(mtq, name))
@@ -52,40 +54,49 @@ def _modelopt(name: str, kv: bool = False) -> Writer:
             from modelopt.torch.quantization.utils.core_utils import update_quant_cfg_with_kv_cache_quant
             config = update_quant_cfg_with_kv_cache_quant(config, copy.deepcopy(mtq.FP8_KV_CFG)["quant_cfg"])
         mtq.quantize(model, config, lambda m: m(ids))
-        quantizers = [m.input_quantizer for m in model.modules() if hasattr(m, "input_quantizer")]
-        quantizers += [m for name, m in model.named_modules() if name.endswith("_bmm_quantizer")]
+        if "AWQ" in name:
+            requantize_resmooth_fused_llm_layers(model)
+        quantizers = [module for path, module in model.named_modules()
+                      if path.endswith(("input_quantizer", "_bmm_quantizer", "weight_quantizer.1"))]
         for quantizer in quantizers:
             quantizer._if_quant = False
         logits = _logits(model)
         for quantizer in quantizers:
             quantizer._if_quant = True
         export_hf_checkpoint(model, dtype=torch.float32, export_dir=str(folder))
-        return [] if "AWQ" in name else logits
+        return logits
     return write
 
 
-def _modelopt_nvfp4(folder: Path) -> list[list[float]]:
-    """Without CUDA ModelOpt calibrates and exports NVFP4, but does not simulate it: its quantizers only look on, and
-    the logits are those of its own unpacking of what it has written."""
-    import modelopt.torch.quantization as mtq
-    import torch
-    from modelopt.torch.export import export_hf_checkpoint
-    from modelopt.torch.quantization.qtensor import NVFP4QTensor
-    from safetensors.torch import load_file
-    model, plain = _model(), _model()
-    ids = torch.randint(0, 256, (4, 64))
-    mtq.quantize(model, copy.deepcopy(mtq.NVFP4_DEFAULT_CFG), lambda m: m(ids))
-    for name, module in model.named_modules():
-        if name.endswith(("input_quantizer", "weight_quantizer")):
-            module._if_quant = False
-    export_hf_checkpoint(model, dtype=torch.float32, export_dir=str(folder))
-    tensors = load_file(folder / "model.safetensors")
-    for name, linear in _linears(plain).items():
-        packed = NVFP4QTensor(linear.weight.shape, torch.float32, tensors[f"{name}.weight"])
-        linear.weight.data = packed.dequantize(
-            torch.float32, scale=tensors[f"{name}.weight_scale"], double_scale=tensors[f"{name}.weight_scale_2"],
-            block_sizes={-1: 16})
-    return _logits(plain)
+def _modelopt_nvfp4(make: Callable[[], Any]) -> Writer:
+    def write(folder: Path) -> list[list[float]]:
+        """Without CUDA ModelOpt calibrates and exports NVFP4, but does not simulate it: its quantizers only look on,
+        and the logits are those of its own unpacking of what it has written."""
+        import modelopt.torch.quantization as mtq
+        import torch
+        from modelopt.torch.export import export_hf_checkpoint
+        from modelopt.torch.quantization.qtensor import NVFP4QTensor
+        from safetensors.torch import load_file
+        model, plain = make(), make()
+        ids = torch.randint(0, 256, (4, 64))
+        mtq.quantize(model, copy.deepcopy(mtq.NVFP4_DEFAULT_CFG), lambda m: m(ids))
+        for name, module in model.named_modules():
+            if name.endswith(("input_quantizer", "weight_quantizer")):
+                module._if_quant = False
+        export_hf_checkpoint(model, dtype=torch.float32, export_dir=str(folder))
+        tensors = load_file(folder / "model.safetensors")
+        for name, parameter in plain.named_parameters():
+            scale = f"{name}_scale" if name.endswith(".weight") else f"{name}_weight_scale"
+            if scale not in tensors:
+                continue
+            turns = parameter.dim() == 3  # experts [E, K, N]: blocks lie along K
+            packed, scales, value = (t.transpose(-1, -2).contiguous() if turns else t
+                                     for t in (tensors[name], tensors[scale], parameter.detach()))
+            restored = NVFP4QTensor(value.shape, torch.float32, packed).dequantize(
+                torch.float32, scale=scales, double_scale=tensors[f"{scale}_2"], block_sizes={-1: 16})
+            parameter.data = restored.transpose(-1, -2).contiguous() if turns else restored
+        return _logits(plain)
+    return write
 
 
 def _modelopt_experts(folder: Path) -> list[list[float]]:
@@ -117,7 +128,7 @@ def _gpt_oss() -> Any:
     torch.manual_seed(0)
     model = GptOssForCausalLM(config).eval()
     for parameter in model.parameters():  # some of its parameters are made empty
-        torch.nn.init.normal_(parameter, std=0.02)
+        torch.nn.init.normal_(parameter, std=0.1)
     return model.float()
 
 
@@ -302,8 +313,9 @@ FORMATS: dict[str, Writer] = {
     "modelopt-smoothquant": _modelopt("INT8_SMOOTHQUANT_CFG"),
     "modelopt-int4-awq": _modelopt("INT4_AWQ_CFG"),
     "modelopt-w4a8": _modelopt("W4A8_AWQ_BETA_CFG"),
-    "modelopt-nvfp4": _modelopt_nvfp4,
+    "modelopt-nvfp4": _modelopt_nvfp4(_model),
     "modelopt-experts": _modelopt_experts,
+    "modelopt-experts-nvfp4": _modelopt_nvfp4(_gpt_oss),
     "transformers-fp8": _transformers_fp8("float"),
     "transformers-fp8-powers": _transformers_fp8("ue8m0"),
     "gpt-oss-mxfp4": _gpt_oss_mxfp4,

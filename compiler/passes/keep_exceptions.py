@@ -20,8 +20,8 @@ def keep_exceptions(matrices: Sequence[Matrix], schemes: Mapping[str, str], prec
     schemes: output of a node -> its scheme. stored: tensor of the checkpoint -> format of int4 that holds its weight.
     """
     changed = dict(schemes)
-    quantized = [(matrix, schemes[matrix.outputs[0]]) for matrix in matrices
-                 if (scheme := GPU_SCHEMES.get(schemes[matrix.outputs[0]])) is not None and scheme.weights.bits < 16]
+    quantized = [(matrix, scheme) for matrix in matrices if (scheme := schemes[matrix.outputs[0]]) in GPU_SCHEMES
+                 and GPU_SCHEMES[scheme].weights.bits < 16]
     others = [(matrix, scheme) for matrix, scheme in quantized if not _keeps(scheme, matrix.weight, stored)]
     if len(others) == len(quantized):
         return changed

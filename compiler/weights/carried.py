@@ -110,4 +110,5 @@ def _part(expr: WeightExpr, output: int) -> WeightExpr:
         dtype = expr.inputs[0].type.dtype if output == _CODES else DType.F32
         return replace(expr, output=output, type=TensorType(expr.shape, dtype))
     operands = tuple(_part(o, output) if isinstance(o, WeightExpr) else o for o in expr.operands)
-    return replace(expr, operands=operands, type=TensorType(expr.shape, operands[0].type.dtype))
+    dtype = next(part.type.dtype for part in operands if isinstance(part, WeightExpr))
+    return replace(expr, operands=operands, type=TensorType(expr.shape, dtype))

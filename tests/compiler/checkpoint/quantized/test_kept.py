@@ -28,7 +28,7 @@ GATE, UP, DOWN = (f"model.layers.1.mlp.{part}_proj" for part in ("gate", "up", "
 def written(layout: Layout, folder: Path, **sizes: int) -> tuple[
         Checkpoint, dict[str, torch.Tensor], dict[str, WeightExpr]]:
     """(the checkpoint, its tensors, the recipes of its weights)"""
-    write_checkpoint(folder, small_model(**sizes), layout)
+    write_checkpoint(folder, small_model("llama", **sizes), layout)
     checkpoint = open_checkpoint(folder)
     found = read_quantized(checkpoint)
     assert found is not None
