@@ -29,7 +29,7 @@ from .model_facts import ModelFacts, files_digest
 from .weights.expr import WeightExpr
 from .weights.packed import PANELS, PackedWeight, Packing
 
-REFIT_VERSION = 1
+REFIT_VERSION = 2
 REFIT_MEMBER = REFIT
 _TOKENIZER_FILES = ("added_tokens.json", "config.json", "generation_config.json", "merges.txt",
                     "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt")
