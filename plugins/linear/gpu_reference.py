@@ -73,7 +73,7 @@ def linear(problem: Problem, x: np.ndarray, packed: Packed, *, x_scale: np.ndarr
             wide = values(x, p.float_type)
             rows = rows / np.sqrt((wide * wide).mean(axis=1, keepdims=True) + p.norm_eps)
     y = rows @ weights.T * scale
-    if p.sums:
+    if p.sum_group:
         y = y + _rounding_of_sums(x, packed, p.activation) * (1 if x_scale is None else x_scale[:, None]) * scale
     if bias is not None:
         y = y + bias

@@ -108,7 +108,7 @@ class Problem:
         return FORMATS[self.format]
 
     @property
-    def sums(self) -> int:
+    def sum_group(self) -> int:
         """Quantized x comes with the sums of so many channels, which the minimums of their groups are multiplied with;
         0: it does not."""
         quantized = self.activation in ("fp8", "int8") and not self.quantizes
@@ -279,7 +279,7 @@ def cost(p: Problem, tile: Tile) -> Cost:
     x_rows = p.m if p.shared else p.num_rows
     num_bytes = 1.0 * min(p.num_matrices, p.num_rows) * FORMATS[p.format].weight_bytes(rows, p.k)
     num_bytes += x_rows * p.k * _BYTES[p.x_type] + p.num_rows * p.n * _BYTES[p.y_type or p.float_type]
-    num_bytes += 2 * x_rows * p.weights.num_scales(p.k) if p.sums else 0
+    num_bytes += 2 * x_rows * p.weights.num_scales(p.k) if p.sum_group else 0
     num_bytes += p.residual * p.num_rows * p.n * _BYTES[p.float_type]
     if tile.splits > 1:
         num_bytes += 2 * 4 * tile.splits * tile.tokens * rows * row_tiles(p, tile.tokens)
@@ -334,7 +334,7 @@ def _parameters(p: Problem, form: Format, tile: Tile,
         "order": "*i32" if p.experts else None, "starts": "*i32" if p.experts else None,
         "x_scale": "*fp32" if p.token_scales and not nvfp4 else "*fp8e4nv" if p.x_type == "nvfp4" else None,
         "x_factor": "*fp32" if p.token_scales and nvfp4 else None,
-        "x_sum": "*fp16" if p.sums else None, "w_scale": f"*{form.scales}" if form.scales else None,
+        "x_sum": "*fp16" if p.sum_group else None, "w_scale": f"*{form.scales}" if form.scales else None,
         "w_minimum": f"*{form.scales}" if form.minimum else None,
         "scale": "*fp32" if p.scale else None, "bias": "*fp32" if p.bias else None,
         "residual": f"*{ELEMENTS[p.float_type]}" if p.residual else None,

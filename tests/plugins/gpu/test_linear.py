@@ -47,8 +47,8 @@ def check(interpreter: Interpreter, p: Problem, tile: Tile, rows: int, seed: int
         if p.token_scales:
             arrays["x_scale"] = token_scale
             given["x_scale"] = token_scale[:rows]
-        if p.sums:
-            arrays["x_sum"] = group_sums(values(x, p.x_type), p.sums)
+        if p.sum_group:
+            arrays["x_sum"] = group_sums(values(x, p.x_type), p.sum_group)
         given["scale"] = 0.37 if p.scale else 1.0
     else:
         x = store(wide, p.x_type)
