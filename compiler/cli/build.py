@@ -87,7 +87,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def share(text: str) -> float:
     """"1%" or "0.01"."""
-    return float(text[:-1]) / 100 if text.endswith("%") else float(text)
+    try:
+        return float(text[:-1]) / 100 if text.endswith("%") else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share, such as 1% or 0.01") from None
 
 
 def layer(text: str) -> tuple[str, str]:
@@ -149,8 +152,8 @@ def _run_recipes(arguments: argparse.Namespace, cache: BuildCache | None) -> int
     requests = [request for request in asked if fnmatchcase(request.target, arguments.target or "*")
                 and fnmatchcase(request.precision, arguments.precision or "*")]
     if not requests:
-        raise RequestError("no build of the recipe matches; it has: "
-                           + ", ".join(f"{request.target} {request.precision}" for request in asked))
+        there = dict.fromkeys(f"{request.target} {request.precision}" for request in asked)
+        raise RequestError(f"no build of the recipe matches; it has: {', '.join(there)}")
 
     def told(outcome: Outcome) -> None:
         if not arguments.json:

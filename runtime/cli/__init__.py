@@ -5,6 +5,7 @@ A verb's module has `add_arguments(parser)` and `run(arguments) -> exit status`.
 """
 
 import argparse
+import errno
 import importlib
 import os
 import sys
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from ..errors import IngotError, RequestError
+from ..errors import IngotError, RequestError, WorkFailed
 
 
 class Verb(NamedTuple):
@@ -44,6 +45,7 @@ VERBS = {
 # Options that every verb has; they may also stand before the verb.
 COMMON_FLAGS = {"--json": "print JSON for machines", "--debug": "show where in Ingot an error arose"}
 INTERRUPTED = 130
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -57,13 +59,24 @@ def main(argv: list[str] | None = None) -> int:
             traceback.print_exc()
         print(f"ingot: {type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_status
-    except KeyboardInterrupt:
-        print("\ningot: interrupted", file=sys.stderr)
-        return INTERRUPTED
     except BrokenPipeError:
         # Whoever read the output has enough. Python would complain once more when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        if debug or not _is_of_the_machine(error):
+            raise
+        where = f"{os.fsdecode(error.filename)}: " if error.filename is not None else ""
+        print(f"ingot: {where}{error.strerror}\n  --debug shows where this arose", file=sys.stderr)
+        return WorkFailed.exit_status
+    except KeyboardInterrupt:
+        print("\ningot: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _is_of_the_machine(error: OSError) -> bool:
+    """A file that cannot be had, a disk that takes no more: told without a traceback, as any command may meet it."""
+    return error.strerror is not None and (error.filename is not None or error.errno in _DISK)
 
 
 def _dispatch(argv: list[str]) -> int:
@@ -78,7 +91,11 @@ def _dispatch(argv: list[str]) -> int:
         return 0
     name, *rest = argv
     if name not in VERBS:
-        raise RequestError(f"unknown command {name!r}; the commands are: {', '.join(VERBS)}")
+        from difflib import get_close_matches
+
+        near = get_close_matches(name, VERBS, n=1)
+        raise RequestError(f"unknown command {name!r}{f', did you mean {near[0]}?' if near else ''}; "
+                           f"the commands are: {', '.join(VERBS)}")
     parser = argparse.ArgumentParser(f"ingot {name}", description=VERBS[name].summary, allow_abbrev=False)
     for flag, meaning in COMMON_FLAGS.items():
         parser.add_argument(flag, action="store_true", help=meaning)

@@ -105,8 +105,9 @@ def _kv_text(facts: dict[str, Any]) -> str:
                        for window, count in kinds.items())
     later = memory.get("kv_bytes_per_token_beyond_windows", 0)
     beyond = f", beyond the windows {size(later)}" if any(kinds) else ""
-    return (f"blocks of {memory.get('kv_block_size')} tokens, {size(memory.get('kv_block_bytes', 0))}, in "
-            f"{sum(kinds.values())} tables ({tables}); a token takes {size(memory.get('kv_bytes_per_token', 0))}"
+    count = sum(kinds.values())
+    return (f"blocks of {memory.get('kv_block_size')} tokens, {size(memory.get('kv_block_bytes', 0))}, in {count} "
+            f"table{'' if count == 1 else 's'} ({tables}); a token takes {size(memory.get('kv_bytes_per_token', 0))}"
             f"{beyond}; the longest sequence {size(facts['kv_bytes_of_longest_sequence'])}")
 
 

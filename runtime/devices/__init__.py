@@ -73,8 +73,9 @@ def _emulator_told(engine: EngineFile) -> Iterator[None]:
         yield
     except NoGpu as error:
         target = engine.manifest["target"]["name"]
-        raise NoGpu(f"{engine.path} was built for {target}. {error}\n  Without a GPU it runs on the CPU, very slowly: "
-                    "--device emulator") from None
+        hint = "\n  Without a GPU it runs on the CPU, very slowly: --device emulator"
+        told = str(error) if "--device emulator" in str(error) else f"{error}{hint}"
+        raise NoGpu(f"{engine.path} was built for {target}; {told}") from None
 
 
 def default_fraction(engine: EngineFile, device: str | None = None) -> float:

@@ -12,6 +12,7 @@ from .driver import CallFailed, Delivery, Facts, Refused, ServerUnreachable
 
 _REFUSALS = (429, 503)
 # Bytes of one line of an answer; usage and token ids make them longer than text alone.
+_FACTS_TIMEOUT = aiohttp.ClientTimeout(total=30)
 _MAX_LINE_BYTES = 1 << 20
 
 
@@ -34,14 +35,14 @@ class HttpDriver:
 
     async def facts(self) -> Facts:
         try:
-            async with self._client().get(f"{self._url}/v1/models") as response:
+            async with self._client().get(f"{self._url}/v1/models", timeout=_FACTS_TIMEOUT) as response:
                 if response.status != 200:
                     raise ServerUnreachable(f"{self._url}/v1/models answers with status {response.status}: "
                                             f"{_message(await response.text())}")
                 entries = (await response.json())["data"]
                 names = [entry["id"] for entry in entries]
         except (aiohttp.ClientError, OSError, ValueError, KeyError, TypeError) as error:
-            raise ServerUnreachable(f"{self._url}/v1/models: {error or type(error).__name__}") from None
+            raise ServerUnreachable(f"{self._url}/v1/models: {str(error) or type(error).__name__}") from None
         if not names or (self._model is not None and self._model not in names):
             wanted = f"no model {self._model!r}" if self._model else "no model"
             raise ServerUnreachable(f"{self._url} has {wanted}; it has {', '.join(names) or 'none'}")

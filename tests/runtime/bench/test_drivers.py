@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import ClientTimeout
 
 from ingot.runtime.bench.bench import Plan, Result, bench
 from ingot.runtime.bench.drivers.driver import CallFailed, Delivery, Driver, Refused, ServerUnreachable
@@ -99,10 +101,16 @@ def test_leaving_cancels(tmp_path: Path) -> None:
         assert runner.cancelled
 
 
-def test_servers_that_are_none(tmp_path: Path) -> None:
+def test_servers_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for driver in (HttpDriver("http://127.0.0.1:1"), GrpcDriver("127.0.0.1:1")):
         with pytest.raises(ServerUnreachable, match=r"127\.0\.0\.1:1"):
             run(driver, lambda driver: driver.facts())
+    monkeypatch.setattr("ingot.runtime.bench.drivers.http._FACTS_TIMEOUT", ClientTimeout(total=0.05))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        with pytest.raises(ServerUnreachable, match=f"{port}/v1/models: (Connection )?[Tt]imeout"):
+            run(HttpDriver(f"http://127.0.0.1:{port}"), lambda driver: driver.facts())
+    monkeypatch.undo()
     with http(tmp_path, ScriptedRunner(), ServerSettings(auth_token="t")) as address:
         with pytest.raises(ServerUnreachable, match="401"):
             run(HttpDriver(f"http://{address}"), lambda driver: driver.facts())

@@ -149,7 +149,9 @@ def test_targets(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(("argv", "message"), [
     (["frobnicate"], "unknown command 'frobnicate'; the commands are: build, generate, "),
+    (["bild"], "unknown command 'bild', did you mean build?"),
     (["generate", "/no/such.engine", "x"], "No such file"),
+    (["build", "/no/model", "--max-perplexity-increase", "some"], "'some' is no share, such as 1% or 0.01"),
     (["verify", "{mock}", "surplus"], "unrecognized arguments: surplus"),
     (["verify"], "required: engine"),
     (["generate", "{mock}", "x", "--temperature", "-1"], "temperature is -1.0; expected 0 to"),
@@ -241,3 +243,26 @@ def test_size(number: float, text: str) -> None:
 def test_table() -> None:
     assert table([("a", 5), ("long", 123)], ("name", "n")) == "name    n\na       5\nlong  123"
     assert table([]) == ""
+
+
+@pytest.mark.parametrize(("error", "told"), [
+    (PermissionError(13, "Permission denied", "x.json"), "ingot: x.json: Permission denied\n  --debug shows"),
+    (OSError(28, "No space left on device"), "ingot: No space left on device\n  --debug shows"),
+    (ConnectionResetError(104, "Connection reset by peer"), None),
+    (OSError("of Ingot's own making"), None),
+])
+def test_what_the_machine_refuses_is_told_without_a_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: OSError, told: str | None,
+) -> None:
+    def refuse(arguments: object) -> int:
+        raise error
+
+    monkeypatch.setattr("ingot.runtime.cli.verify.run", refuse)
+    if told is None:
+        with pytest.raises(type(error)):
+            main(["verify", "x"])
+    else:
+        assert run(capsys, "verify", "x")[0] == 1
+        assert told in run(capsys, "verify", "x")[2]
+        with pytest.raises(type(error)):
+            main(["verify", "x", "--debug"])

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
 
-from ingot.runtime.devices import cuda_driver
+from ingot.runtime.devices import cuda_driver, load_program
 from ingot.runtime.devices.cuda import CudaProgram
 from ingot.runtime.devices.cuda_driver import CudaError, Driver, NoGpu, find_gpu, list_gpus, load_driver
 from ingot.runtime.engine_file import EngineFile
@@ -133,6 +133,14 @@ def test_drivers_that_do_not_do(monkeypatch: pytest.MonkeyPatch, options: dict[s
 def test_a_machine_without_a_driver() -> None:
     with pytest.raises(NoGpu, match=r"no NVIDIA driver|does not start|No NVIDIA GPU"):
         load_driver()
+
+
+@pytest.mark.skipif(why_no_gpu() is None, reason="this machine has a GPU")
+def test_the_emulator_is_named_once_where_there_is_no_gpu(gpu_engine: Path) -> None:
+    with EngineFile.open(gpu_engine) as engine, pytest.raises(NoGpu) as caught:
+        load_program(engine)
+    assert f"{gpu_engine} was built for h200; this machine has no" in str(caught.value)
+    assert str(caught.value).count("--device emulator") == 1
 
 
 def test_a_kernel_that_faults(load: Load) -> None:
