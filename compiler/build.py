@@ -26,7 +26,7 @@ from .checkpoint.quantized import (
 from .clock import Clock, Progress
 from .cpu.generate import CpuProgram
 from .cpu.generate import generate as generate_for_cpu
-from .engine_writer import EngineWriter
+from .engine_writer import EngineWriter, check_output
 from .gpu.generate import GpuProgram
 from .gpu.generate import generate as generate_for_gpu
 from .ir.dump import dump
@@ -35,7 +35,7 @@ from .model_facts import ModelFacts
 from .model_shape import model_shape
 from .model_source import CheckpointSource, ConfigSource, ModelSource, open_checkpoint_source
 from .passes.pipeline import cpu_pipeline, gpu_pipeline, run_passes
-from .precision import AUTO, Precision, find_precision, with_groups, with_layers
+from .precision import AUTO, GPU_PRECISIONS, PRECISIONS, Precision, find_precision, with_groups, with_layers
 from .quality_gate import Gate, Quality, quality_of, require_measurable
 from .refit_record import REFIT_MEMBER, refit_record
 from .self_test import record_self_test, require_recordable
@@ -159,6 +159,8 @@ def build(request: BuildRequest, progress: Progress = lambda stage, detail: None
     if request.precision == AUTO:
         return build_auto(request, build, progress, cache)
     target, rounding = find_target(request.target), request.rounding
+    if request.precision in {**PRECISIONS, **GPU_PRECISIONS}:
+        target.require_precision(request.precision)
     precision = find_precision(request.precision, target.gpu)
     for name in (precision.name, *(request.layers or {}).values()):
         target.require_precision(name)
@@ -179,8 +181,7 @@ def build(request: BuildRequest, progress: Progress = lambda stage, detail: None
     limits = _limits(request, target, source.name, facts)
     place = f"{target.name.replace(':', '-')}{ranks_suffix(request.tensor_parallel)}"
     output = request.output or Path(f"{source.name}.{place}.{precision.name}.engine")
-    if output.exists() and not request.force and not request.dry_run:
-        raise RequestError(f"{output} exists.\n  Replace it with --force, or name another with -o.")
+    _require_room(output, request)
 
     shown = ", ".join(f"{name} {value}" for name, value in limits.items())
     progress("recipe", f"{source.place} -> {output}: target {target.name}, precision {precision.name}, "
@@ -354,6 +355,17 @@ def _limits(request: BuildRequest, target: Target, model: str, facts: ModelFacts
         raise RequestError(f"max_num_tokens {limits['max_num_tokens']} is below max_batch_size "
                            f"{limits['max_batch_size']}: a step holds at least one token of every sequence")
     return limits
+
+
+def _require_room(output: Path, request: BuildRequest) -> None:
+    """Raises RequestError if engine or dump could not be written in the end."""
+    if not request.dry_run:
+        check_output(output, request.force)
+    if request.dump is not None:
+        try:
+            request.dump.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RequestError(f"--dump {request.dump}: no such folder can be made: {error.strerror}") from None
 
 
 def _default_step(target: Target) -> tuple[int, int]:

@@ -59,6 +59,24 @@ class DiskFull(WorkFailed):
     """The engine does not fit on its disk; nothing is left behind."""
 
 
+def check_output(path: Path, overwrite: bool) -> None:
+    """Raises RequestError where an engine cannot be written. Who has long work to do asks before it."""
+    folder = path.parent
+    if not folder.is_dir():
+        raise RequestError(f"{path}: the folder {folder} does not exist; create it or choose another path")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise RequestError(f"{path}: the folder {folder} cannot be written to; choose another path")
+    if os.path.lexists(path):
+        if not (path.is_file() or path.is_symlink()):
+            raise RequestError(f"{path} exists and is not a file; choose another path")
+        if not overwrite:
+            raise _exists(path)
+
+
+def _exists(path: Path) -> RequestError:
+    return RequestError(f"{path} exists; pass --force to replace it or choose another path")
+
+
 class EngineWriter:
     """Writer of one engine; a context manager. See the module's docstring."""
 
@@ -90,7 +108,7 @@ class EngineWriter:
         self._syncing: Future[None] | None = None
         self._fd = -1  # the temporary file, while there is one
         self._disk = ThreadPoolExecutor(1, "sync")
-        self._check_target()
+        check_output(self.path, overwrite)
         _remove_abandoned(self.path)
         with self._explained_errors():
             free = shutil.disk_usage(self.path.parent).free
@@ -255,25 +273,12 @@ class EngineWriter:
         try:
             os.link(self._temporary, self.path)
         except FileExistsError:
-            raise self._exists() from None
+            raise _exists(self.path) from None
         except OSError:  # a file system without hard links
-            self._check_target()
+            check_output(self.path, self._overwrite)
             os.rename(self._temporary, self.path)
         else:
             os.unlink(self._temporary)
-
-    def _check_target(self) -> None:
-        folder = self.path.parent
-        if not folder.is_dir():
-            raise RequestError(f"{self.path}: the folder {folder} does not exist; create it or choose another path")
-        if os.path.lexists(self.path):
-            if not (self.path.is_file() or self.path.is_symlink()):
-                raise RequestError(f"{self.path} exists and is not a file; choose another path")
-            if not self._overwrite:
-                raise self._exists()
-
-    def _exists(self) -> RequestError:
-        return RequestError(f"{self.path} exists; pass --force to replace it or choose another path")
 
     @contextlib.contextmanager
     def _explained_errors(self, num_bytes: int = 0) -> Iterator[None]:

@@ -214,7 +214,8 @@ def test_dumps_lie_in_the_folder_and_in_the_engine(tiny_checkpoint: Path, tmp_pa
 @pytest.mark.parametrize(("change", "message"), [
     ({"target": "cpu:x86-64-v33"}, "Did you mean cpu:x86-64-v3"),
     ({"target": "h100"}, "unknown target 'h100'"),
-    ({"precision": "int4"}, "unknown precision 'int4'; known: fp32, bf16, int8, w4a8"),
+    ({"precision": "int4"}, "has no precision 'int4'; it has: fp32, bf16, int8, w4a8"),
+    ({"precision": "w4"}, "unknown precision 'w4'; known: fp32, bf16, int8, w4a8"),
     ({"kv_precision": "fp8"}, "has no KV cache in 'fp8'; it has: fp32, bf16, int8"),
     ({"max_batch_size": 0}, "max_batch_size must be at least 1, got 0"),
     ({"max_seq_len": -3}, "max_seq_len must be at least 1, got -3"),
@@ -242,12 +243,36 @@ def test_a_precision_that_the_target_lacks(tiny_checkpoint: Path, tmp_path: Path
 def test_an_engine_is_not_overwritten_unless_forced(tiny_checkpoint: Path, tmp_path: Path) -> None:
     output = tmp_path / "x.engine"
     output.write_text("kept")
-    with pytest.raises(RequestError, match=r"exists.*\n.*--force"):
+    with pytest.raises(RequestError, match="exists; pass --force"):
         build(request(tiny_checkpoint, output))
     assert output.read_text() == "kept"
     result = build(replace(request(tiny_checkpoint, output), force=True))
     assert result.path == output and list(tmp_path.iterdir()) == [output]
     EngineFile.open(output).close()
+
+
+def a_folder_that_is_missing(path: Path) -> BuildRequest:
+    return request(path, path / "missing" / "x.engine")
+
+
+def a_folder_in_place_of_a_file(path: Path) -> BuildRequest:
+    return replace(request(path, path), force=True)
+
+
+def a_dump_that_is_a_file(path: Path) -> BuildRequest:
+    return replace(request(path, path / "x.engine"), dump=path / "config.json")
+
+
+@pytest.mark.parametrize(("asked", "message"), [
+    (a_folder_that_is_missing, "the folder .*missing does not exist"),
+    (a_folder_in_place_of_a_file, "exists and is not a file"),
+    (a_dump_that_is_a_file, "--dump .*config.json: no such folder can be made: File exists")])
+def test_where_nothing_can_be_written_is_told_before_the_work(
+        tiny_checkpoint: Path, asked: Callable[[Path], BuildRequest], message: str) -> None:
+    stages: list[str] = []
+    with pytest.raises(RequestError, match=message):
+        build(asked(tiny_checkpoint), lambda stage, detail: stages.append(stage))
+    assert stages == ["config"]
 
 
 def nan_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
