@@ -29,6 +29,7 @@ class Verb(NamedTuple):
 VERBS = {
     "build": Verb("ingot.compiler.cli.build", "compile a checkpoint into an engine"),
     "generate": Verb("ingot.runtime.cli.generate", "answer one prompt, token by token"),
+    "chat": Verb("ingot.runtime.cli.chat", "a conversation, in the terminal"),
     "serve": Verb("ingot.runtime.cli.serve", "gRPC and HTTP servers over an engine"),
     "inspect": Verb("ingot.runtime.cli.inspect", "what an engine holds and needs"),
     "bench": Verb("ingot.runtime.cli.bench", "load on an engine or a server, and how long each request took"),

@@ -12,6 +12,7 @@ from ..errors import RequestError
 from .beside import Beside
 from .engine_options import add_device_argument, add_engine_argument, open_engine
 from .output import print_json, size
+from .sampling_options import add_sampling_arguments, sampling_params
 
 if TYPE_CHECKING:
     from ..engine import Engine, Piece
@@ -25,19 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     form.add_argument("--chat", action="store_true", help="as a message in a chat (default if it has a template)")
     form.add_argument("--raw", action="store_true", help="as a text that the model continues")
     parser.add_argument("--system", metavar="TEXT", help="a system message before the prompt; with a chat only")
-    parser.add_argument("--max-tokens", type=int, default=256, metavar="N", help="length of the answer (default 256)")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (default)")
-    parser.add_argument("--top-k", type=int, default=0, metavar="N", help="choose among the N most probable tokens")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="X", help="choose among tokens that make up X")
-    parser.add_argument("--min-p", type=float, default=0.0, metavar="X",
-                        help="choose among tokens at least X times as probable as the most probable one")
-    parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X",
-                        help="above 1: what has been said becomes less probable")
-    parser.add_argument("--seed", type=int, metavar="N", help="makes a sampled answer repeatable")
-    parser.add_argument("--stop-token-id", type=int, action="append", default=[], metavar="N",
-                        help="a token that ends the answer; may be repeated")
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT",
-                        help="a text that ends the answer; may be repeated")
+    add_sampling_arguments(parser, max_tokens=256)
     parser.add_argument("--ignore-eos", action="store_true", help="do not end where the model ends")
     add_device_argument(parser)
     parser.add_argument("--num-workers", type=int, metavar="N", help="threads (default: physical cores)")
@@ -57,14 +46,8 @@ def _run(arguments: argparse.Namespace) -> int:
     text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     beside = Beside.start(lambda: _token_ids(arguments, text))
     from ..engine import Engine
-    from ..sampling import SamplingParams
 
-    params = SamplingParams(
-        max_tokens=arguments.max_tokens, temperature=arguments.temperature, top_k=arguments.top_k,
-        top_p=arguments.top_p, min_p=arguments.min_p, repetition_penalty=arguments.repetition_penalty,
-        seed=arguments.seed, stop_token_ids=tuple(arguments.stop_token_id), stop=tuple(arguments.stop),
-        ignore_eos=arguments.ignore_eos,
-    ).seeded()
+    params = sampling_params(arguments, arguments.ignore_eos).seeded()
     begin = time.perf_counter()
     with Engine.load(arguments.engine, device=arguments.device, kv_cache_tokens=arguments.kv_cache_tokens,
                      num_workers=arguments.num_workers, store=arguments.store, encodes=beside is None) as engine:
