@@ -72,21 +72,6 @@ def inputs(low: GpuLowering, node: Node, problem: linear_tactics.Problem, norm: 
     return quantized(low, node, x, form)
 
 
-def absorbs_norm(low: GpuLowering, norm: Node) -> bool:
-    """Whether all readers of a norm are matrices that can normalise their inputs themselves."""
-    y = norm.outputs[0]
-    users = low.users(y)
-    if not low.few or (norm.op, len(norm.values)) not in (("rms_norm", 2), ("norm_add_norm", 4)) \
-            or low.rows_a_token(norm.values[0]) != 1 or y in low.graph.outputs:
-        return False
-    if norm.op == "norm_add_norm" and (len(users) != 1 or not low.is_next(norm, users[0]) or any(
-            low.place(value).stride for value in norm.values[:2])):
-        return False  # one of them writes the sum, before anything else may read it
-    return bool(users) and all(
-        user.op == "linear" and low.buffer(user.values[0]) == y and y not in user.values[1:]
-        and low.candidates(linear_problem(low, user, norm), linear_tactics.candidates).legal for user in users)
-
-
 def wanted_form(low: GpuLowering, value: str) -> str:
     """What all readers of a value want it quantized to; "" if one wants it floating, or they differ."""
     if value in low.graph.outputs or low.few:

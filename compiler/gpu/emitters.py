@@ -15,10 +15,12 @@ from ..fusion.triton_expr import Operand
 from ..ir.graph import Node
 from ..plan.lowering import Place
 from ..plan.plan import Arg
+from .absorb import absorbs_norm
 from .emit_attention import emit_attention, emit_kv_write, emit_rope, emit_rope_kv_write
 from .emit_collective import emit_collective
 from .emit_experts import emit_combine, emit_expert_linear, emit_route
-from .emit_linear import absorbs_norm, emit_linear, wanted_form, write_quantized
+from .emit_linear import emit_linear, wanted_form, write_quantized
+from .emit_router import emit_norm_and_router, emit_router
 from .emit_select import emit_argmax, emit_cumsum, emit_matmul, emit_scatter, emit_softmax, emit_topk
 from .lower import GpuLowering
 
@@ -42,8 +44,15 @@ def _norm(low: GpuLowering, node: Node) -> None:
         low.defer(y, x)
         low.absorbed[y] = node
         return
+    if emit_norm_and_router(low, node):
+        return
     parameters = dict(zip(("weight", "bias"), node.values[1:], strict=False))
     _normalise(low, node, x, y, parameters, op=node.op)
+
+
+def _linear(low: GpuLowering, node: Node) -> None:
+    if not emit_router(low, node):
+        emit_linear(low, node)
 
 
 def _add_norm(low: GpuLowering, node: Node) -> None:
@@ -133,7 +142,7 @@ EMITTERS: dict[str, Callable[[GpuLowering, Node], None]] = {
     "all_reduce": emit_collective,
     "all_gather": emit_collective,
     "embedding": _embedding,
-    "linear": emit_linear,
+    "linear": _linear,
     "rms_norm": _norm,
     "layer_norm": _norm,
     "add_rms_norm": _add_norm,

@@ -78,6 +78,7 @@ class GpuLowering(BaseLowering):
     ways     problems that were looked at, for all buckets of a build
     quantized  what a matrix gets in the place of a value, in which form: parameter -> place
     absorbed   value -> the node that makes it, if its readers do the node's work themselves
+    made       the first outputs of nodes whose work an earlier launch has done
     """
 
     gpu: Gpu
@@ -88,6 +89,7 @@ class GpuLowering(BaseLowering):
     requests: list[Request | Meeting] = field(default_factory=list)
     quantized: dict[tuple[Range, str], dict[str, Arg]] = field(default_factory=dict)
     absorbed: dict[str, Node] = field(default_factory=dict)
+    made: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,6 +100,8 @@ class GpuLowering(BaseLowering):
         return self.tokens <= MAX_FEW_TOKENS
 
     def emit(self, node: Node) -> None:
+        if node.outputs[0] in self.made:
+            return
         if node.op not in self.emitters:
             types = ", ".join(str(self.type(value)) for value in node.values)
             raise CannotCompile(f"{node.op}({types}): GPU targets have no kernel for this operator\n"
@@ -123,10 +127,14 @@ class GpuLowering(BaseLowering):
 
     def identity(self, value: str) -> Range:
         """Which elements a value is, however they are seen."""
-        place, root = self.place(value), value
-        while (node := self._producers.get(root)) is not None and self._is_view(node):
-            root = node.values[0]
-        return root, place.offset, place.stride
+        place = self.place(value)
+        return self.root(value), place.offset, place.stride
+
+    def root(self, value: str) -> str:
+        """What a value is a view of."""
+        while (node := self._producers.get(value)) is not None and self._is_view(node):
+            value = node.values[0]
+        return value
 
     def is_next(self, first: Node, second: Node) -> bool:
         """Whether only views stand between two nodes."""

@@ -85,6 +85,9 @@ def _gate(y: np.ndarray, activation: str) -> np.ndarray:
     if not activation:
         return y
     gate, other = np.split(y, 2, axis=-1)
+    if activation == "clamped_swiglu":
+        gate = np.minimum(gate, np.float32(7))
+        return gate * OPS["sigmoid"].reference(np.float32(1.702) * gate) * (other.clip(-7, 7) + 1)
     approximate = {"gelu": "none", "gelu_tanh": "tanh"}.get(activation)
     if approximate:
         return OPS["gelu"].reference(gate, approximate=approximate) * other

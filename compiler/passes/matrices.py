@@ -39,12 +39,12 @@ class Matrix:
 
 def find_matrices(graph: Graph) -> list[Matrix]:
     """In the order in which they are first used."""
-    routers, heads = _routers(graph), _heads(graph)
+    found, heads = routers(graph), _heads(graph)
     nodes: dict[WeightExpr, list[Node]] = {}
     for node in graph.nodes:
         if node.op in WEIGHT_INPUT and (weight := graph.constants.get(node.values[WEIGHT_INPUT[node.op]])) is not None:
             nodes.setdefault(weight, []).append(node)
-    return [_matrix(weight, users, routers, heads) for weight, users in nodes.items()]
+    return [_matrix(weight, users, found, heads) for weight, users in nodes.items()]
 
 
 def _matrix(weight: WeightExpr, nodes: list[Node], routers: set[str], heads: set[str]) -> Matrix:
@@ -71,7 +71,7 @@ def _heads(graph: Graph) -> set[str]:
     return {node.output for node in graph.nodes if node.op == "linear" and "L" in graph.types[node.output].shape}
 
 
-def _routers(graph: Graph) -> set[str]:
+def routers(graph: Graph) -> set[str]:
     """Values from which a topk is reached without passing another matrix."""
     producers, found = graph.producers(), set()
     stack = [value for node in graph.nodes if node.op in ("topk", "sort", "argmax") for value in node.values]

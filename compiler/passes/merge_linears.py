@@ -9,17 +9,21 @@ from ..ir.graph import Graph, Node
 from ..weights.carried import carried
 from ..weights.expr import WeightExpr, concat, literal
 from .match import rebuilt
+from .matrices import routers
 
 
-def merge_linears(graph: Graph) -> Graph:
+def merge_linears(graph: Graph, routers_apart: bool = False) -> Graph:
     """linear(x, a), linear(x, b), … -> slices of linear(x, concat(a, b, …)).
 
     Only layers of the same precision merge, and of a quantized checkpoint only where that rounds nothing. One launch
     and one quantization of x instead of several; the slices are views that the following kernels read in place.
+    routers_apart: what experts are chosen by stays a matrix of its own, which a launch computes with the choice.
     """
     groups: dict[tuple[str, str], list[Node]] = {}
+    apart = routers(graph) if routers_apart else set()
     for node in graph.nodes:
-        if node.op == "linear" and all(value in graph.constants for value in node.values[1:]):
+        if node.op == "linear" and node.output not in apart and all(
+                value in graph.constants for value in node.values[1:]):
             groups.setdefault((node.values[0], node.attrs.get("scheme", "")), []).append(node)
     merged: dict[str, list[Node]] = {}  # output of the first member -> nodes that take its place
     gone: set[str] = set()

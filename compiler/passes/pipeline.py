@@ -84,7 +84,7 @@ def gpu_pipeline(precision: Precision, kv: str, stored: Mapping[str, str] | None
         *_raised(precision, stored),
         *divide,
         ("spell_out_matrices", spell_out_matrices),
-        ("merge_linears", merge_linears),
+        ("merge_linears", partial(merge_linears, routers_apart=True)),
         ("fuse_gate", fuse_gate),
         ("scale_embedding", scale_embedding),
         ("place_kv", partial(place_kv, kv_dtype=KV_DTYPES[kv])),

@@ -1,118 +1,264 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""What a mixture of experts needs beside its matrices: the choice of experts, their rows side by side, and the sum."""
+"""What a mixture of experts needs beside its matrices: the choice of experts, the rows of each, and the sum."""
 import triton
 import triton.language as tl
 
-from ..gpu.math import narrow
+from ..gpu.math import dot, narrow
+from ..gpu.rows import order_key
+from ..quantize.gpu import store_columns
+
+_GONE: tl.constexpr = tl.constexpr(-2147483648)
+"""Below the order_key of every number."""
 
 
 @triton.jit
 def _best(key, number):
-    """The largest of a tile [G, S] and, of equals, the smallest number."""
-    most = tl.max(tl.max(key, 1), 0)
-    return tl.min(tl.min(tl.where(key == most, number, 1 << 30), 1), 0)
+    """[R]: the number of the largest of each tile [R, G, S] and, of equals, the smallest."""
+    most = tl.max(tl.max(key, 2), 1)
+    return tl.min(tl.min(tl.where(key == most[:, None, None], number, 1 << 30), 2), 1)
 
 
 @triton.jit
-def route(logits, bias, ids, weights, sizes, ROWS: tl.constexpr, E: tl.constexpr, CHOICES: tl.constexpr,
-          SCORES: tl.constexpr, NORMALISE: tl.constexpr, EPS: tl.constexpr, FACTOR: tl.constexpr,
-          GROUPS: tl.constexpr, KEPT: tl.constexpr, GROUP_BEST: tl.constexpr, G: tl.constexpr, S: tl.constexpr):
-    """The CHOICES best of E experts for each token, best first, of equals the smaller number.
+def _scan(x, norm_weight, xs, K: tl.constexpr, EPS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):
+    """Of rows xs: 1 / sqrt(mean(x^2) + EPS), and the largest magnitude of x * norm_weight. float32 [BM] twice."""
+    squares = tl.zeros((BM,), tl.float32)
+    largest = tl.zeros((BM,), tl.float32)
+    for k in range(0, K, BK):
+        at = k + tl.arange(0, BK)
+        v = tl.load(x + xs[:, None] * K + at[None, :], mask=(at < K)[None, :], other=0.0).to(tl.float32)
+        squares += tl.sum(v * v, 1)
+        v = v * tl.load(norm_weight + at, mask=at < K, other=0.0)[None, :]
+        largest = tl.maximum(largest, tl.max(tl.abs(v), 1))
+    return tl.rsqrt(squares / K + EPS), largest
 
-    logits f32 [T, E] -> ids i32 [T, CHOICES], weights f32 [T, CHOICES]
-    SCORES "softmax" over all experts, "sigmoid", or "softmax_of_chosen". bias f32 [E] counts for the choice alone.
-    GROUPS > 1: only experts of KEPT groups can be chosen, of those whose GROUP_BEST best have the largest sum.
-    NORMALISE: the weights of a token are divided by their sum + EPS. FACTOR multiplies them.
-    The tile has a row [S] for each of G groups.
-    """
-    token = tl.program_id(0).to(tl.int64)
-    if token >= tl.load(sizes + ROWS):
-        return
-    SIZE: tl.constexpr = E // GROUPS
-    group, at = tl.arange(0, G)[:, None], tl.arange(0, S)[None, :]
+
+@triton.jit
+def _logits(x, norm_weight, w, y, q, q_scale, q_factor, first, count, part, split, E: tl.constexpr,
+            EP: tl.constexpr, K: tl.constexpr, EPS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+            SPLITS: tl.constexpr, TO: tl.constexpr):
+    """A K-range of the logits of BM tokens to rows of `part`, E + 1 floats each: the last is the sum of squares of x,
+    where the norm waits for it. What others read of the norm goes to y and q."""
+    ms = first + tl.arange(0, BM)
+    inside = ms < count
+    xs = tl.minimum(ms, count - 1).to(tl.int64)
+    expert = tl.arange(0, EP)
+    rows = tl.minimum(expert, E - 1).to(tl.int64)
+    acc = tl.zeros((EP, BM), tl.float32)
+    squares = tl.zeros((BM,), tl.float32)
+    WRITES: tl.constexpr = y is not None or q is not None
+    if WRITES:
+        inverse, largest = _scan(x, norm_weight, xs, K, EPS, BM, BK)
+        largest = largest * inverse
+    STEPS: tl.constexpr = (K + BK * SPLITS - 1) // (BK * SPLITS)
+    EVEN: tl.constexpr = K % (BK * SPLITS) == 0
+    for step in range(0, STEPS):
+        k = (split * STEPS + step) * BK
+        at = k + tl.arange(0, BK)
+        if EVEN:
+            b = tl.load(x + xs[:, None] * K + at[None, :])
+            a = tl.load(w + rows[:, None] * K + at[None, :])
+        else:
+            b = tl.load(x + xs[:, None] * K + at[None, :], mask=(at < K)[None, :], other=0.0)
+            a = tl.load(w + rows[:, None] * K + at[None, :], mask=(at < K)[None, :], other=0.0)
+        if norm_weight is not None:
+            v = b.to(tl.float32)
+            if WRITES:
+                v = v * inverse[:, None]
+            else:
+                squares += tl.sum(v * v, 1)
+            v = v * tl.load(norm_weight + at, mask=at < K, other=0.0)[None, :]
+            b = narrow(v, b.dtype)
+            if y is not None:
+                tl.store(y + xs[:, None] * K + at[None, :], b, mask=inside[:, None] & (at < K)[None, :])
+            if q is not None:
+                store_columns(v, largest, q, q_scale, q_factor, xs, inside, k, K, BM, BK, TO)
+        acc = dot(a, b.T, acc)
+    row = part + tl.arange(0, BM) * (E + 1)
+    tl.store(row[None, :] + expert[:, None], acc, mask=(expert < E)[:, None])
+    tl.store(row + E, squares)
+
+
+@triton.jit
+def _choose(x, bias, ids, weights, order, counters, token, count, CHOICES: tl.constexpr, CP: tl.constexpr,
+            SCORES: tl.constexpr, NORMALISE: tl.constexpr, EPS: tl.constexpr, FACTOR: tl.constexpr,
+            SIZE: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, GROUP_BEST: tl.constexpr, G: tl.constexpr,
+            S: tl.constexpr, R: tl.constexpr):
+    """The choices of R tokens by their logits x [R, G, S], -inf where there is no expert."""
+    group, at = tl.arange(0, G)[None, :, None], tl.arange(0, S)[None, None, :]
     number = group * SIZE + at
     there = (group < GROUPS) & (at < SIZE)
-    x = tl.load(logits + token * E + number, mask=there, other=float("-inf"))
     if SCORES == "sigmoid":
         scores = tl.where(there, 1.0 / (1.0 + tl.exp(-x)), 0.0)
     else:
-        scores = tl.exp(x - tl.max(tl.max(x, 1), 0))
+        scores = tl.exp(x - tl.max(tl.max(x, 2), 1)[:, None, None])
         if SCORES == "softmax":
-            scores = scores / tl.sum(tl.sum(scores, 1), 0)
+            scores = scores / tl.sum(tl.sum(scores, 2), 1)[:, None, None]
     key = x
     if bias is not None:
         key = scores + tl.load(bias + number, mask=there, other=0.0)
     elif GROUPS > 1:
         key = scores
-    key = tl.where(there, key, float("-inf"))
     if GROUPS > 1:
-        total = tl.zeros((G, 1), tl.float32)
+        key = tl.where(there, key, float("-inf"))
+        total = tl.zeros((R, G), tl.float32)
         rest = key
         for _ in tl.static_range(GROUP_BEST):
-            most = tl.max(rest, 1)[:, None]
+            most = tl.max(rest, 2)
             total += most
-            place = tl.min(tl.where(rest == most, at, 1 << 30), 1)[:, None]
-            rest = tl.where(at == place, float("-inf"), rest)
-        total = tl.where(group < GROUPS, total, float("-inf"))
-        kept = group < 0
+            place = tl.min(tl.where(rest == most[:, :, None], at, 1 << 30), 2)
+            rest = tl.where(at == place[:, :, None], float("-inf"), rest)
+        groups = tl.arange(0, G)[None, :]
+        ranked = tl.where(groups < GROUPS, order_key(total), _GONE)
+        kept = tl.zeros((R, G), tl.int32)
         for _ in tl.static_range(KEPT):
-            best = _best(tl.where(kept, float("-inf"), total), group)
-            kept = kept | (group == best)
-        key = tl.where(kept, key, float("-inf"))
-    total = 1.0
-    if NORMALISE or SCORES == "softmax_of_chosen":
-        total = EPS
-        rest = key
-        for _ in tl.static_range(CHOICES):
-            best = _best(rest, number)
-            total += tl.sum(tl.sum(tl.where(number == best, scores, 0.0), 1), 0)
-            rest = tl.where(number == best, float("-inf"), rest)
-    rest = key
-    for j in tl.static_range(CHOICES):
+            most = tl.max(ranked, 1)[:, None]
+            taken = tl.min(tl.where(ranked == most, groups, 1 << 30), 1)[:, None]
+            kept = tl.where(groups == taken, 1, kept)
+            ranked = tl.where(groups == taken, _GONE, ranked)
+        key = tl.where(kept[:, :, None] > 0, key, float("-inf"))
+    # As integers: what was chosen is below everything, NaN above, so that no expert is chosen twice.
+    rest = tl.where(there, order_key(key), _GONE)
+    column = tl.arange(0, CP)[None, :]
+    chosen = tl.zeros((R, CP), tl.int32)
+    weight = tl.zeros((R, CP), tl.float32)
+    for j in range(CHOICES):
         best = _best(rest, number)
-        weight = tl.sum(tl.sum(tl.where(there & (number == best), scores, 0.0), 1), 0)
-        tl.store(ids + token * CHOICES + j, best)
-        tl.store(weights + token * CHOICES + j, weight / total * FACTOR)
-        rest = tl.where(number == best, float("-inf"), rest)
+        is_best = number == best[:, None, None]
+        its = tl.sum(tl.sum(tl.where(is_best & there, scores, 0.0), 2), 1)
+        chosen = tl.where(column == j, best[:, None], chosen)
+        weight = tl.where(column == j, its[:, None], weight)
+        rest = tl.where(is_best, _GONE, rest)
+    if NORMALISE or SCORES == "softmax_of_chosen":
+        weight = weight / (tl.sum(weight, 1)[:, None] + EPS)
+    wanted = (token < count)[:, None] & (column < CHOICES)
+    row = token[:, None] * CHOICES + column
+    tl.store(ids + row, chosen, mask=wanted)
+    tl.store(weights + row, weight * FACTOR, mask=wanted)
+    place = tl.atomic_add(counters + chosen, 1, mask=wanted, sem="relaxed")
+    tl.store(order + chosen.to(tl.int64) * count + place, row, mask=wanted)
+
+
+@triton.jit
+def route(x, norm_weight, w, w_bias, bias, ids, weights, order, starts, y, q, q_scale, q_factor, sizes, partial,
+          arrived, ROWS: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, NORM_EPS: tl.constexpr,
+          CHOICES: tl.constexpr, CP: tl.constexpr, SCORES: tl.constexpr, NORMALISE: tl.constexpr, EPS: tl.constexpr,
+          FACTOR: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, GROUP_BEST: tl.constexpr, G: tl.constexpr,
+          S: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, SPLITS: tl.constexpr, TO: tl.constexpr):
+    """From tokens to their experts: norm, router, the CHOICES best of E for each token (of equals the smaller number),
+    and the rows (token, choice) of each expert.
+
+    x           [T, K], normalised first by norm_weight f32 [K]; without w: the logits f32 [T, E]
+    w           the router [E, K] in the type of x; w_bias f32 [E] is added to its result
+    ids, weights  i32 and f32 [T, CHOICES], best first
+    SCORES      "softmax" over all experts, "sigmoid", or "softmax_of_chosen"; bias f32 [E] counts for the choice alone
+    GROUPS      > 1: only experts of KEPT groups can be chosen, of those whose GROUP_BEST best have the largest sum
+    NORMALISE   the weights of a token are divided by their sum + EPS; FACTOR multiplies them
+    order, starts  i32: expert e has starts[e + 1] - starts[e] rows, listed from order[e * T] on, each token * CHOICES +
+                choice. In which order they are listed is left to chance: what becomes of a row does not depend on it
+    y, q, q_scale, q_factor  the norm for others: [T, K] in the type of x, and quantized (store_columns)
+    partial     f32: logits; arrived i32, zero before and after: blocks that are done, rows of each expert, and for
+                each tile of BM tokens how many of the SPLITS of K are done. The last split of a tile chooses, the last
+                tile counts. R tokens are chosen for at a time, in a tile with a row [S] for each of G groups
+    """
+    tile, split = tl.program_id(0), tl.program_id(1)
+    count = tl.load(sizes + ROWS)
+    first = tile * BM
+    if first >= count:
+        return
+    SIZE: tl.constexpr = E // GROUPS
+    counters = arrived + 1
+    group, at = tl.arange(0, G)[None, :, None], tl.arange(0, S)[None, None, :]
+    number = group * SIZE + at
+    there = (group < GROUPS) & (at < SIZE)
+    if w is not None:
+        part = partial + (tile * SPLITS + split).to(tl.int64) * (BM * (E + 1))
+        _logits(x, norm_weight, w, y, q, q_scale, q_factor, first, count, part, split, E, EP, K, NORM_EPS, BM, BK,
+                SPLITS, TO)
+        tl.debug_barrier()
+        if SPLITS > 1:
+            if tl.atomic_add(counters + E + tile, 1, sem="acq_rel") != SPLITS - 1:
+                return
+            tl.store(counters + E + tile, 0)
+    for begin in range(0, tl.minimum(BM, count - first), R):
+        token = first + begin + tl.arange(0, R)
+        if w is None:
+            rows = tl.minimum(token, count - 1).to(tl.int64)[:, None, None]
+            logits = tl.load(x + rows * E + number, mask=there, other=0.0)
+        else:
+            logits = tl.zeros((R, G, S), tl.float32)
+            squares = tl.zeros((R,), tl.float32)
+            for other in range(SPLITS):
+                row = partial + (tile * SPLITS + other).to(tl.int64) * (BM * (E + 1))
+                row += (begin + tl.arange(0, R)) * (E + 1)
+                logits += tl.load(row[:, None, None] + number, mask=there, other=0.0, cache_modifier=".cg")
+                squares += tl.load(row + E, cache_modifier=".cg")
+            if norm_weight is not None and y is None and q is None:
+                logits = logits * tl.rsqrt(squares / K + NORM_EPS)[:, None, None]
+            if w_bias is not None:
+                logits += tl.load(w_bias + number, mask=there, other=0.0)
+        logits = tl.where(there, logits, float("-inf"))
+        _choose(logits, bias, ids, weights, order, counters, token, count, CHOICES, CP, SCORES, NORMALISE, EPS, FACTOR,
+                SIZE, GROUPS, KEPT, GROUP_BEST, G, S, R)
+    tl.debug_barrier()
+    if tl.atomic_add(arrived, 1, sem="acq_rel") != (count + BM - 1) // BM - 1:
+        return
+    expert = tl.arange(0, EP)
+    its = tl.load(counters + expert, mask=expert < E, other=0, cache_modifier=".cg")
+    tl.store(starts + expert, tl.cumsum(its, 0) - its, mask=expert < E)
+    tl.store(starts + E, count * CHOICES)
+    tl.debug_barrier()
+    tl.store(counters + expert, expert * 0, mask=expert < E)
+    tl.store(arrived, 0)
 
 
 @triton.jit
 def sort_by_expert(ids, order, starts, sizes, ROWS: tl.constexpr, E: tl.constexpr, CHOICES: tl.constexpr,
                    BLOCK: tl.constexpr):
-    """The rows 0 .. T * CHOICES by their expert, in their order within each; one block an expert.
-
-    ids i32 [T, CHOICES] -> order i32 [T * CHOICES], starts i32 [E + 1]
-    """
+    """order and starts as `route` gives them, for ids i32 [T, CHOICES] from elsewhere: one block an expert. A token
+    has no expert twice."""
     expert = tl.program_id(0)
-    count = tl.load(sizes + ROWS) * CHOICES
+    tokens = tl.load(sizes + ROWS)
+    count = tokens * CHOICES
     at = tl.arange(0, BLOCK)
-    begin = expert * 0
+    before, found = expert * 0, expert * 0
     for first in range(0, count, BLOCK):
         row = first + at
         its = tl.load(ids + row, mask=row < count, other=E)
-        begin += tl.sum((its < expert).to(tl.int32), 0)
-    tl.store(starts + expert, begin)
+        before += tl.sum((its < expert).to(tl.int32), 0)
+        mine = (its == expert).to(tl.int32)
+        tl.store(order + expert.to(tl.int64) * tokens + found + tl.cumsum(mine, 0) - 1, row, mask=mine > 0)
+        found += tl.sum(mine, 0)
+    tl.store(starts + expert, before)
     if expert == E - 1:
         tl.store(starts + E, count)
-    for first in range(0, count, BLOCK):
-        row = first + at
-        mine = (tl.load(ids + row, mask=row < count, other=E) == expert).to(tl.int32)
-        tl.store(order + begin + tl.cumsum(mine, 0) - 1, row, mask=mine > 0)
-        begin += tl.sum(mine, 0)
 
 
 @triton.jit
-def combine(x, weights, residual, y, sizes, ROWS: tl.constexpr, D: tl.constexpr, CHOICES: tl.constexpr,
-            BLOCK: tl.constexpr):
-    """y [T, D] = residual + sum over the choices of weights [T, CHOICES] * x [T, CHOICES, D]."""
+def combine(x, weights, residual, y, norm_weight, normed, q, q_scale, q_factor, sizes, ROWS: tl.constexpr,
+            D: tl.constexpr, CHOICES: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr, TO: tl.constexpr):
+    """y [T, D] = residual + sum over the choices of weights [T, CHOICES] * x [T, CHOICES, D].
+
+    norm_weight f32 [D]: what rms_norm makes of the result goes to normed [T, D] in the type of y, and quantized to q
+    (store_columns); then a block has a whole row.
+    """
     token = tl.program_id(0).to(tl.int64)
     if token >= tl.load(sizes + ROWS):
         return
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros((BLOCK,), tl.float32)
-    for j in tl.static_range(CHOICES):
+    for j in range(CHOICES):
         v = tl.load(x + (token * CHOICES + j) * D + at, mask=at < D, other=0.0).to(tl.float32)
         acc += v * tl.load(weights + token * CHOICES + j)
     if residual is not None:
         acc += tl.load(residual + token * D + at, mask=at < D, other=0.0).to(tl.float32)
-    tl.store(y + token * D + at, narrow(acc, y.dtype.element_ty), mask=at < D)
+    rounded = narrow(acc, y.dtype.element_ty)
+    tl.store(y + token * D + at, rounded, mask=at < D)
+    if norm_weight is not None:
+        v = rounded.to(tl.float32)
+        v = v * tl.rsqrt(tl.sum(v * v, 0) / D + EPS) * tl.load(norm_weight + at, mask=at < D, other=0.0)
+        if normed is not None:
+            tl.store(normed + token * D + at, narrow(v, normed.dtype.element_ty), mask=at < D)
+        if q is not None:
+            row = token + tl.zeros((1,), tl.int64)
+            store_columns(v[None, :], tl.max(tl.abs(v), 0) + tl.zeros((1,), tl.float32), q, q_scale, q_factor, row,
+                          row >= 0, token * 0, D, 1, BLOCK, TO)

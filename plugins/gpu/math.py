@@ -144,6 +144,18 @@ def activation(v, KIND: tl.constexpr):
 
 
 @triton.jit
+def gate(v, other, KIND: tl.constexpr):
+    """activation(v) * other, or KIND "clamped_swiglu": v at most 7, other between -7 and 7, and
+    v * sigmoid(1.702 v) * (other + 1). float32."""
+    if KIND == "clamped_swiglu":
+        v = tl.minimum(v, 7.0)
+        other = tl.minimum(tl.maximum(other, -7.0), 7.0)
+        return v / (1.0 + tl.exp(-1.702 * v)) * (other + 1.0)
+    else:
+        return activation(v, KIND) * other
+
+
+@triton.jit
 def group_of(tile, starts, num_groups, SIZE: tl.constexpr, STEPS: tl.constexpr):
     """The group g that a tile of SIZE items belongs to: the last one with starts[g] // SIZE + g <= tile.
 

@@ -8,7 +8,7 @@ fill the narrow side of the instruction (8 columns) instead of a tile of 64 rows
 import triton
 import triton.language as tl
 
-from ..gpu.math import activation, dot, dot_nvfp4, group_of, group_with, limit, narrow, quantize, to_nvfp4
+from ..gpu.math import dot, dot_nvfp4, gate, group_of, group_with, limit, narrow, quantize, to_nvfp4
 
 
 @triton.jit
@@ -218,14 +218,13 @@ def _scaled_blocks(w, w_scale, b, b_scale, acc, base, n, k, N, K: tl.constexpr, 
 
 
 @triton.jit
-def linear(x, w, y, sizes, order, starts, x_scale, x_factor, x_sum, w_scale, w_minimum, scale, bias, residual,
+def linear(x, w, y, sizes, order, starts, weights, x_scale, x_factor, x_sum, w_scale, w_minimum, scale, bias, residual,
            norm_weight, added, added_weight, total, y_scale, partial, arrived, ROWS: tl.constexpr, N: tl.constexpr,
            K: tl.constexpr, X_STRIDE: tl.constexpr, WEIGHTS: tl.constexpr, W_ROW: tl.constexpr, GROUP: tl.constexpr,
-           QUANTIZE: tl.constexpr,
-           DEFER: tl.constexpr, GATED: tl.constexpr, EPS: tl.constexpr, TO: tl.constexpr, BM: tl.constexpr,
-           BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr,
-           EXPERTS: tl.constexpr, SHARE: tl.constexpr, STEPS: tl.constexpr, BY_ROW: tl.constexpr,
-           SPECIALIZE: tl.constexpr):
+           QUANTIZE: tl.constexpr, DEFER: tl.constexpr, GATED: tl.constexpr, EPS: tl.constexpr, TO: tl.constexpr,
+           BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, X_TMA: tl.constexpr,
+           W_TMA: tl.constexpr, EXPERTS: tl.constexpr, EP: tl.constexpr, SHARE: tl.constexpr, CHOICES: tl.constexpr,
+           STEPS: tl.constexpr, BY_ROW: tl.constexpr, SUM_ROWS: tl.constexpr, SPECIALIZE: tl.constexpr):
     """One tile [BN features, BM tokens] of y, or of one K-range of it. tactics.py says what may be None.
     SPECIALIZE: some warps only copy, others only multiply.
 
@@ -233,10 +232,13 @@ def linear(x, w, y, sizes, order, starts, x_scale, x_factor, x_sum, w_scale, w_m
     w           as gpu_formats.py packs it; GATED: the gate's N rows, then those of the other factor
     y           [M, N]
     sizes       i32: sizes[ROWS] is M
-    order, starts  with EXPERTS matrices one below the other in w: row order[i] of y belongs to expert e for
-                starts[e] <= i < starts[e + 1]; it is made of row order[i] // SHARE of x. STEPS: of the search for e.
+    order, starts  with EXPERTS matrices one below the other in w: expert e has starts[e + 1] - starts[e] rows of y,
+                listed from order[e * M] on; row r is made of row r // SHARE of x. STEPS: of the search for e.
                 BY_ROW: there is a block for each row, fewer than for each expert; those that are no first rows of a
                 tile have nothing to do
+    weights     f32 [M, CHOICES]: y [M, N] is the weighted sum over the CHOICES rows of a token, plus residual. All
+                blocks of a range of features leave their rows in partial, and the last to come adds them up, choice
+                after choice. SUM_ROWS: at least the most tokens; EP: the power of two that holds EXPERTS
     x_scale     f32 [M]; fp8_block: f32 [M, K/128]; nvfp4: e4m3 [M, K/16] and x_factor f32 [M]. w_scale, w_minimum: by
                 format, GROUP channels of int4 share one
     x_sum       f16 [M, ceil(K / GROUP)]: sums of quantized x, where groups have minimums
@@ -280,7 +282,9 @@ def linear(x, w, y, sizes, order, starts, x_scale, x_factor, x_sum, w_scale, w_m
     ys = tl.minimum(ms, end - 1).to(tl.int64)
     xs = ys
     if EXPERTS > 0:
-        ys = tl.load(order + ys).to(tl.int64)
+        # The list of an expert begins at its number times the tokens of the step.
+        tokens = tl.load(sizes + ROWS)
+        ys = tl.load(order + expert.to(tl.int64) * tokens + ys - first).to(tl.int64)
         xs = ys // SHARE
     FOUR_BITS: tl.constexpr = WEIGHTS == "int4"
     WHOLE_INTEGERS: tl.constexpr = WEIGHTS == "int8"
@@ -383,7 +387,23 @@ def linear(x, w, y, sizes, order, starts, x_scale, x_factor, x_sum, w_scale, w_m
             acc2 = _minimums(x_sum, w_scale, w_minimum, acc2, xs, base, base + N, n, split * COUNT, N, W_ROW, HEIGHT, K,
                              GROUP, COUNT, BN)
 
-    if SPLITS > 1:
+    if weights is not None:
+        v = _scaled(acc.to(tl.float32), token_scale, w_scale, scale, base, n, N, WEIGHTS, BN).T
+        ns = n + tl.arange(0, BN)
+        if bias is not None:
+            v += tl.where(split == 0, tl.load(bias + base + ns, mask=ns < N, other=0.0), 0.0)[None, :]
+        row = partial + (ys * SPLITS + split)[:, None] * N
+        tl.store(row + ns[None, :], v, mask=inside[:, None] & (ns < N)[None, :])
+        tl.debug_barrier()
+        group = tl.arange(0, EP)
+        its = tl.load(starts + group + 1, mask=group < EXPERTS, other=0) - \
+            tl.load(starts + group, mask=group < EXPERTS, other=0)
+        parts = SPLITS * tl.sum((its + BM - 1) // BM, 0)
+        if tl.atomic_add(arrived + tile % tiles_n, 1, sem="acq_rel") != parts - 1:
+            return
+        tl.store(arrived + tile % tiles_n, 0)
+        _sum_choices(partial, weights, residual, y, n, tokens, N, CHOICES, SPLITS, SUM_ROWS, TO, BN)
+    elif SPLITS > 1:
         ACCUMULATORS: tl.constexpr = 1 if GATED == "" else 2
         SLOT: tl.constexpr = (ACCUMULATORS * BN + 1) * BM
         at = partial + tile.to(tl.int64) * (SPLITS * SLOT)
@@ -416,6 +436,39 @@ def linear(x, w, y, sizes, order, starts, x_scale, x_factor, x_sum, w_scale, w_m
 
 
 @triton.jit
+def _scaled(acc, token_scale, w_scale, scale, base, n, N: tl.constexpr, WEIGHTS: tl.constexpr, BN: tl.constexpr):
+    """The tile [BN, BM], or a part of its sum, times the scales of tokens, features and the matrix."""
+    acc = acc * token_scale[None, :]
+    if scale is not None:
+        acc *= tl.load(scale)
+    if WEIGHTS == "fp8" or WEIGHTS == "int8":
+        ns = n + tl.arange(0, BN)
+        acc *= tl.load(w_scale + base + ns, mask=ns < N, other=0.0)[:, None]
+    return acc
+
+
+@triton.jit
+def _sum_choices(partial, weights, residual, y, n, tokens, N: tl.constexpr, CHOICES: tl.constexpr,
+                 SPLITS: tl.constexpr, SUM_ROWS: tl.constexpr, TO: tl.constexpr, BN: tl.constexpr):
+    """y [tokens, N] from feature n on: of partial f32 [tokens, CHOICES, SPLITS, N] the weighted sum, and residual."""
+    ns = n + tl.arange(0, BN)
+    token = tl.arange(0, SUM_ROWS)
+    there = (token < tokens)[:, None] & (ns < N)[None, :]
+    total = tl.zeros((SUM_ROWS, BN), tl.float32)
+    for j in range(CHOICES):
+        row = token.to(tl.int64) * CHOICES + j
+        one = tl.zeros((SUM_ROWS, BN), tl.float32)
+        for split in range(SPLITS):
+            at = (row * SPLITS + split)[:, None] * N + ns[None, :]
+            one += tl.load(partial + at, mask=there, other=0.0, cache_modifier=".cg")
+        total += one * tl.load(weights + row, mask=token < tokens, other=0.0)[:, None]
+    at = token.to(tl.int64)[:, None] * N + ns[None, :]
+    if residual is not None:
+        total += tl.load(residual + at, mask=there, other=0.0).to(tl.float32)
+    tl.store(y + at, quantize(total, TO), mask=there)
+
+
+@triton.jit
 def _finish(acc, acc2, squares, token_scale, y, w_scale, scale, bias, residual, norm_weight, y_scale, base, n, ys,
             inside, N: tl.constexpr, K: tl.constexpr, WEIGHTS: tl.constexpr, GATED: tl.constexpr, EPS: tl.constexpr,
             TO: tl.constexpr, BN: tl.constexpr):
@@ -424,21 +477,15 @@ def _finish(acc, acc2, squares, token_scale, y, w_scale, scale, bias, residual, 
     inside_n = ns < N
     if norm_weight is not None:
         token_scale = token_scale * tl.rsqrt(squares / K + EPS)
-    acc = acc * token_scale[None, :]
-    acc2 = acc2 * token_scale[None, :]
-    if scale is not None:
-        factor = tl.load(scale)
-        acc, acc2 = acc * factor, acc2 * factor
-    if WEIGHTS == "fp8" or WEIGHTS == "int8":
-        acc *= tl.load(w_scale + base + ns, mask=inside_n, other=0.0)[:, None]
-        if GATED != "":
-            acc2 *= tl.load(w_scale + base + N + ns, mask=inside_n, other=0.0)[:, None]
+    acc = _scaled(acc, token_scale, w_scale, scale, base, n, N, WEIGHTS, BN)
+    if GATED != "":
+        acc2 = _scaled(acc2, token_scale, w_scale, scale, base + N, n, N, WEIGHTS, BN)
     if bias is not None:
         acc += tl.load(bias + base + ns, mask=inside_n, other=0.0)[:, None]
         if GATED != "":
             acc2 += tl.load(bias + base + N + ns, mask=inside_n, other=0.0)[:, None]
     if GATED != "":
-        acc = activation(acc, GATED) * acc2
+        acc = gate(acc, acc2, GATED)
     out = acc.T
     at = ys[:, None] * N + ns[None, :]
     stored = inside[:, None] & inside_n[None, :]

@@ -78,7 +78,7 @@ def linear(problem: Problem, x: np.ndarray, packed: Packed, *, x_scale: np.ndarr
     if bias is not None:
         y = y + bias
     if p.gated:
-        y = activate(y[:, :p.n], p.gated) * y[:, p.n:]
+        y = gate(y[:, :p.n], y[:, p.n:], p.gated)
     if residual is not None:
         y = y + values(residual, p.float_type)
     return y if y_scale is None else y / y_scale
@@ -94,6 +94,14 @@ def _rounding_of_sums(x: np.ndarray, packed: Packed, activation: str) -> np.ndar
     middle = packed.w_minimum.astype(np.float64) + 8 * packed.w_scale.astype(np.float64)
     middle, sums = middle[:exact.shape[1]], group_sums(wide, group).astype(np.float64)
     return np.asarray(sums @ middle.astype(np.float32).astype(np.float16).astype(np.float64) - exact @ middle)
+
+
+def gate(v: np.ndarray, other: np.ndarray, kind: str) -> np.ndarray:
+    """float64."""
+    if kind == "clamped_swiglu":
+        v = np.minimum(v, 7)
+        return v / (1 + np.exp(-1.702 * v)) * (other.clip(-7, 7) + 1)
+    return activate(v, kind) * other
 
 
 def activate(v: np.ndarray, kind: str) -> np.ndarray:

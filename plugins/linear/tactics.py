@@ -48,11 +48,13 @@ class Problem:
                 the scales of its blocks); else its static scale is part of `scale`
     norm_eps    x is normalised first (rms_norm); None: it is not
     post_norm   what is normalised is rms_norm(x) by another weight, added to a residual; the sum is an output
-    gated       activation of the gate; the weights are the gate's n rows, then n others: y = act(gate) * other
+    gated       activation of the gate; the weights are the gate's n rows, then n others: y = act(gate) * other. Or
+                "clamped_swiglu" (gpu/math.py)
     y_type      "" float_type, or another floating type; "fp8", "int8": quantized by a static scale
     x_stride    elements between rows of x; 0: dense
     experts     > 0: so many matrices; each of the m tokens goes through `choices` of them, and y has m * choices rows
     shared      the choices of a token read the same row of x; else x has a row for each
+    sum_choices  y [m, n] is the sum over the choices of a token, by weights f32 [m, choices]; for few tokens
     """
 
     m: int
@@ -75,6 +77,7 @@ class Problem:
     experts: int = 0
     choices: int = 1
     shared: bool = True
+    sum_choices: bool = False
 
     def __post_init__(self) -> None:
         assert self.activation in FORMATS[self.format].activations, self
@@ -82,7 +85,9 @@ class Problem:
         assert not (self.quantizes and (self.token_scales or self.activation not in ("fp8", "int8", "nvfp4"))), self
         assert not (self.norm_eps is not None and self.token_scales), f"a norm of quantized values: {self}"
         assert not self.post_norm or (self.norm_eps is not None and not self.experts), self
-        assert self.experts or self.choices == 1, self
+        assert self.experts or (self.choices == 1 and not self.sum_choices), self
+        assert not self.experts or self.sum_choices or not self.residual, f"a residual of each choice: {self}"
+        assert not self.sum_choices or not (self.gated or self.y_type or self.norm_eps is not None), self
 
     @property
     def num_rows(self) -> int:
@@ -173,8 +178,10 @@ def unsupported(problem: Problem, device: Device) -> str:
         return f"{device.arch} has no int8 Tensor Cores worth the name"
     if not has_aligned_rows(p.format, p.x_type, p.k) or p.x_stride * _BYTES[p.x_type] % 16:
         return f"rows of {p.k} channels do not start at multiples of 16 bytes"
-    if p.num_rows > _MAX_PREPARED and (p.quantizes or p.norm_eps is not None):
-        return f"norm and quantization inside the kernel serve up to {_MAX_PREPARED} rows, this bucket has {p.num_rows}"
+    if p.m > _MAX_PREPARED and (p.quantizes or p.norm_eps is not None):
+        return f"norm and quantization inside the kernel serve up to {_MAX_PREPARED} rows, this bucket has {p.m}"
+    if p.m > _MAX_PREPARED and p.sum_choices:
+        return f"the sum over choices inside the kernel serves up to {_MAX_PREPARED} tokens, this bucket has {p.m}"
     return ""
 
 
@@ -278,10 +285,13 @@ def cost(p: Problem, tile: Tile) -> Cost:
     rows = p.n * (2 if p.gated else 1)
     x_rows = p.m if p.shared else p.num_rows
     num_bytes = 1.0 * min(p.num_matrices, p.num_rows) * FORMATS[p.format].weight_bytes(rows, p.k)
-    num_bytes += x_rows * p.k * _BYTES[p.x_type] + p.num_rows * p.n * _BYTES[p.y_type or p.float_type]
+    y_rows = p.m if p.sum_choices else p.num_rows
+    num_bytes += x_rows * p.k * _BYTES[p.x_type] + y_rows * p.n * _BYTES[p.y_type or p.float_type]
+    num_bytes += p.residual * y_rows * p.n * _BYTES[p.float_type]
     num_bytes += 2 * x_rows * p.weights.num_scales(p.k) if p.sum_group else 0
-    num_bytes += p.residual * p.num_rows * p.n * _BYTES[p.float_type]
-    if tile.splits > 1:
+    if p.sum_choices:
+        num_bytes += 2 * 4 * tile.splits * p.num_rows * p.n
+    elif tile.splits > 1:
         num_bytes += 2 * 4 * tile.splits * tile.tokens * rows * row_tiles(p, tile.tokens)
     blocks = -(-p.n // tile.features) * row_tiles(p, tile.tokens)
     weights = tile.features * (2 if p.gated else 1) * FORMATS[p.format].bits / 8
@@ -306,9 +316,13 @@ def launch(p: Problem, tile: Tile) -> GpuLaunch:
                ("post", p.post_norm), (p.gated, p.gated),
                (p.y_type, p.y_type), (p.float_type, p.float_type != "bf16"),
                (f"x{p.x_stride}", p.x_stride not in (0, p.k)), (f"e{p.experts}of{p.choices}", p.experts),
-               ("shared", p.experts and p.shared), ("by_row", dict(constants)["BY_ROW"]))
+               ("shared", p.experts and p.shared), ("by_row", dict(constants)["BY_ROW"]),
+               (f"sums{dict(constants)['SUM_ROWS']}", p.sum_choices))
     words += [word for word, used in options if used]
     kernel = GpuKernel(symbol("linear", *words), MODULE, "linear", parameters, constants, tile.warps, tile.stages)
+    if p.sum_choices:
+        return GpuLaunch(kernel, (blocks, tile.splits, 1), 4 * p.num_rows * tile.splits * p.n,
+                         4 * -(-p.n // tile.features))
     if tile.splits == 1:
         return GpuLaunch(kernel, (blocks, 1, 1))
     slot = ((2 if p.gated else 1) * tile.features + 1) * tile.tokens
@@ -330,8 +344,9 @@ def _parameters(p: Problem, form: Format, tile: Tile,
             x = TensorMap(ELEMENTS[p.x_type], (p.m, x_elements), stride, (tile.tokens, width))
     nvfp4 = p.format == "nvfp4"
     wanted: dict[str, Parameter | None] = {
-        "x": x, "w": w, "y": f"*{ELEMENTS[p.y_type or p.float_type]}", "sizes": None if p.experts else "*i32",
+        "x": x, "w": w, "y": f"*{ELEMENTS[p.y_type or p.float_type]}", "sizes": "*i32",
         "order": "*i32" if p.experts else None, "starts": "*i32" if p.experts else None,
+        "weights": "*fp32" if p.sum_choices else None,
         "x_scale": "*fp32" if p.token_scales and not nvfp4 else "*fp8e4nv" if p.x_type == "nvfp4" else None,
         "x_factor": "*fp32" if p.token_scales and nvfp4 else None,
         "x_sum": "*fp16" if p.sum_group else None, "w_scale": f"*{form.scales}" if form.scales else None,
@@ -343,7 +358,8 @@ def _parameters(p: Problem, form: Format, tile: Tile,
         "added_weight": "*fp32" if p.post_norm else None,
         "total": f"*{ELEMENTS[p.float_type]}" if p.post_norm else None,
         "y_scale": "*fp32" if p.y_type in ("fp8", "int8") else None,
-        "partial": "*fp32" if tile.splits > 1 else None, "arrived": "*i32" if tile.splits > 1 else None}
+        "partial": "*fp32" if tile.splits > 1 or p.sum_choices else None,
+        "arrived": "*i32" if tile.splits > 1 or p.sum_choices else None}
     constants: dict[str, Constant] = {
         "ROWS": SIZES[p.rows], "N": p.n, "K": p.k, "X_STRIDE": stride,
         "WEIGHTS": "int4" if form.is_int4 else p.format, "W_ROW": row,
@@ -351,7 +367,13 @@ def _parameters(p: Problem, form: Format, tile: Tile,
         "QUANTIZE": p.activation if p.quantizes else "", "DEFER": _defers(p), "GATED": p.gated,
         "EPS": p.norm_eps or 0.0, "TO": p.y_type or p.float_type, "BM": tile.tokens, "BN": tile.features,
         "BK": tile.channels, "SPLITS": tile.splits, "X_TMA": tile.tma and not p.experts,
-        "W_TMA": tile.tma, "EXPERTS": p.experts, "SHARE": p.choices if p.shared else 1,
-        "STEPS": p.experts.bit_length() + 1, "BY_ROW": p.experts > 0 and row_tiles(p, tile.tokens) == p.num_rows,
-        "SPECIALIZE": tile.specialize}
+        "W_TMA": tile.tma, "EXPERTS": p.experts, "EP": power_of_two(p.experts) if p.experts else 0,
+        "SHARE": p.choices if p.shared else 1, "CHOICES": p.choices, "STEPS": p.experts.bit_length() + 1,
+        "BY_ROW": p.experts > 0 and row_tiles(p, tile.tokens) == p.num_rows,
+        "SUM_ROWS": power_of_two(max(8, p.m)) if p.sum_choices else 0, "SPECIALIZE": tile.specialize}
     return arguments(wanted, constants)
+
+
+def power_of_two(number: int) -> int:
+    """The least that is not smaller."""
+    return 1 << (number - 1).bit_length()

@@ -4,7 +4,7 @@ the gate, or the residual sum and the norm, and the quantization of what the nex
 import triton
 import triton.language as tl
 
-from ..gpu.math import activation, group_sums, limit, quantize, to_nvfp4
+from ..gpu.math import gate, group_sums, limit, quantize, to_nvfp4
 
 
 @triton.jit
@@ -58,6 +58,39 @@ def store_row(v, y, y_scale, y_factor, y_sum, static_scale, row, D: tl.constexpr
 
 
 @triton.jit
+def store_columns(v, largest, y, y_scale, y_factor, rows, inside, k, D: tl.constexpr, BM: tl.constexpr,
+                  BK: tl.constexpr, TO: tl.constexpr):
+    """Columns k .. k + BK of several rows of D, as store_row stores whole ones: v float32 [BM, BK], zero beyond D;
+    rows i64 [BM], stored where inside. largest f32 [BM]: the greatest magnitude of each row. TO fp8, int8, nvfp4, or
+    fp8_block with BK a multiple of 128."""
+    at = k + tl.arange(0, BK)
+    stored = inside[:, None] & (at < D)[None, :]
+    if TO == "nvfp4":
+        factor = tl.where(largest > 0, largest / limit(TO), 1.0)
+        if k == 0:
+            tl.store(y_factor + rows, factor, mask=inside)
+        packed, scale = to_nvfp4(v / factor[:, None], BM, BK)
+        half = k // 2 + tl.arange(0, BK // 2)
+        tl.store(y + rows[:, None] * (D // 2) + half[None, :], packed, mask=inside[:, None] & (half < D // 2)[None, :])
+        sixteenth = k // 16 + tl.arange(0, BK // 16)
+        tl.store(y_scale + rows[:, None] * (D // 16) + sixteenth[None, :], scale,
+                 mask=inside[:, None] & (sixteenth < D // 16)[None, :])
+    elif TO == "fp8_block":
+        groups = v.reshape(BM, BK // 128, 128)
+        most = tl.max(tl.abs(groups), 2)
+        q = quantize(groups * tl.where(most > 0, 448.0 / most, 0.0)[:, :, None], "fp8")
+        tl.store(y + rows[:, None] * D + at[None, :], q.reshape(BM, BK), mask=stored)
+        group = k // 128 + tl.arange(0, BK // 128)
+        tl.store(y_scale + rows[:, None] * (D // 128) + group[None, :], most / 448.0,
+                 mask=inside[:, None] & (group < D // 128)[None, :])
+    else:
+        if k == 0:
+            tl.store(y_scale + rows, largest / limit(TO), mask=inside)
+        q = v * tl.where(largest > 0, limit(TO) / largest, 0.0)[:, None]
+        tl.store(y + rows[:, None] * D + at[None, :], quantize(q, TO), mask=stored)
+
+
+@triton.jit
 def quantize_rows(x, y, y_scale, y_factor, y_sum, static_scale, sizes, ROWS: tl.constexpr, GROUP: tl.constexpr,
                   D: tl.constexpr, X_STRIDE: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr, TO: tl.constexpr,
                   SUMS: tl.constexpr):
@@ -70,5 +103,5 @@ def quantize_rows(x, y, y_scale, y_factor, y_sum, static_scale, sizes, ROWS: tl.
     v = tl.load(x + row * X_STRIDE + at, mask=at < D, other=0.0).to(tl.float32)
     if GATED != "":
         other = tl.load(x + row * X_STRIDE + D + at, mask=at < D, other=0.0).to(tl.float32)
-        v = activation(v, GATED) * other
+        v = gate(v, other, GATED)
     store_row(v, y, y_scale, y_factor, y_sum, static_scale, row, D, BLOCK, TO, SUMS)

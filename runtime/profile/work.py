@@ -84,14 +84,24 @@ def work_of(plan: Mapping[str, Any], launch: Mapping[str, Any], phase: Phase) ->
     rows, width = matrix["shape"][:-1], matrix["shape"][-1]
     if op == "embedding":  # reads the rows of its tokens only
         return Work(min(size, size * phase.num_tokens // max(1, rows[0])))
-    if op == "expert_linear":
-        touched = min(rows[0], written // rows[-1])  # at most: tokens may share experts
-        return Work(size * touched // rows[0], written * width, _ARITHMETIC.get(matrix["scheme"], FLOAT))
+    if op == "route" and len(rows) == 1:
+        return Work(size, phase.num_tokens * rows[0] * width, _ARITHMETIC.get(matrix["scheme"], FLOAT))
+    if op == "expert_linear" and writes:
+        gate = 2 if rows[-1] == 2 * int(writes[-1]["shape"][-1]) else 1
+        results = written * gate * _summed(plan, launch)
+        touched = min(rows[0], results // rows[-1])  # at most: tokens may share experts
+        return Work(size * touched // rows[0], results * width, _ARITHMETIC.get(matrix["scheme"], FLOAT))
     if op == "linear" and writes:
         each = _count([dim for dim in writes[-1]["shape"] if isinstance(dim, int)], phase)
         gate = 2 if rows[-1] == 2 * each else 1  # its rows come first, and are not in the result
         return Work(size, gate * written * width, _ARITHMETIC.get(matrix["scheme"], FLOAT))
     return Work(size)
+
+
+def _summed(plan: Mapping[str, Any], launch: Mapping[str, Any]) -> int:
+    """How many results of experts a launch adds up for each that it writes."""
+    constants = plan.get("kernels", {}).get(launch.get("kernel"), {}).get("constants", {})
+    return int(constants["CHOICES"]) if constants.get("SUM_ROWS") else 1
 
 
 def _attention(kv: Mapping[str, Any], slot: Mapping[str, Any], written: int, phase: Phase) -> Work:

@@ -26,7 +26,8 @@ def interpreter() -> Iterator[Interpreter]:
 def uncompiled_kernel(kernel: GpuKernel, arch: Architecture, **changes: Any) -> CompiledKernel:
     """As if it had been compiled, into code that needs little."""
     words = kernel.symbol.split("_")
-    matrix = {_MATRIX[word]: 8 for word in words[1:2] if kernel.function == "linear" and word in _MATRIX}
+    named = words[1:2] if kernel.function == "linear" else words if kernel.function == "route" else []
+    matrix = {_MATRIX[word]: 8 for word in [word for word in named if word in _MATRIX][:1]}
     maps = [{"swizzle": 3, "elem_size": 2, "elem_type": 6, "block_size": [64, 64], "fp4_padded": False}
             for _, kind in kernel.parameters if not isinstance(kind, str)]
     fields: dict[str, Any] = {

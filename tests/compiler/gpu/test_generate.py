@@ -82,10 +82,12 @@ def test_norms_behind_blocks(interpreter: Interpreter, precision: str) -> None:
     assert max(errors(GEMMA, made, final(GEMMA, chosen), interpreter)) < 1e-4
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == "experts" else pytest.mark.slow)
-                                  for name in OTHERS])
-def test_other_models(interpreter: Interpreter, name: str) -> None:
-    graph, chosen = OTHERS[name], exact(find_precision("fp32", gpu("h200")))
+@pytest.mark.parametrize(("name", "precision"), [
+    ("experts", "fp32"), ("experts", "fp8"),
+    *(pytest.param(name, "fp32", marks=pytest.mark.slow) for name in OTHERS if name != "experts"),
+    *(pytest.param("experts", precision, marks=pytest.mark.slow) for precision in ("int8", "w4a8"))])
+def test_other_models(interpreter: Interpreter, name: str, precision: str) -> None:
+    graph, chosen = OTHERS[name], exact(find_precision(precision, gpu("h200")))
     made = program(graph, "h200", chosen)
     assert max(errors(graph, made, final(graph, chosen), interpreter)) < 1e-4
 
@@ -134,7 +136,8 @@ def named(graph: Graph) -> Graph:
 
 @pytest.mark.parametrize(("layer", "precision", "few", "many"), [
     (Layer(), "bf16", 5, 8), (Layer(), "fp8", 5, 9), (Layer(qk_norm=True), "w4a8", 5, 9),
-    (Layer(post_norm=True, qk_norm=True), "bf16", 5, 8), (Layer(post_norm=True, qk_norm=True), "fp8", 5, 9)])
+    (Layer(post_norm=True, qk_norm=True), "bf16", 5, 8), (Layer(post_norm=True, qk_norm=True), "fp8", 5, 9),
+    (Layer(experts=True), "bf16", 6, 8), (Layer(experts=True), "fp8", 6, 9)])
 def test_launches_a_layer(layer: Layer, precision: str, few: int, many: int) -> None:
     """Before the first of four layers stand tables, behind the last one the choice of rows."""
     made = program(named(model([layer] * 4)), "h200", find_precision(precision, gpu("h200")))

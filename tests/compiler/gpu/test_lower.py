@@ -55,6 +55,43 @@ def test_norms_behind_blocks() -> None:
     assert many.count("norm_add_norm") == 3 and many.count("norm_add") == 1
 
 
+EXPERTS = [Layer(experts=True), Layer(experts=True)]
+
+
+@pytest.mark.parametrize("tokens", [1, 8])
+@pytest.mark.parametrize(("precision", "target"), [("bf16", "h200"), ("fp16", "a100"), ("fp32", "h200"),
+                                                   ("int4", "l40s"), *QUANTIZED.items()])
+def test_six_launches_a_layer_of_experts_for_few_tokens(precision: str, target: str, tokens: int) -> None:
+    """norm + qkv; rope, write and attention; output + residual; norm, router and choice; norm + gate and up; down, sum
+    over choices and residual."""
+    names = [request.op for request in lowered(model(EXPERTS), tokens, target, precision).requests]
+    layer = ["linear", "attention", "linear", "route", "expert_linear", "expert_linear"]
+    assert names == ["embedding", layer[0], "loop", "loop", *layer[1:], *layer, "loop", "linear", "sample"]
+
+
+@pytest.mark.parametrize(("precision", "target"), [("bf16", "h200"), *QUANTIZED.items()])
+def test_launches_of_experts_for_many_tokens(precision: str, target: str) -> None:
+    """The router takes in its norm, the sum over choices the norm behind it; both quantize what they write."""
+    names = [request.op for request in lowered(model(EXPERTS), 16, target, precision).requests]
+    quantize = ["quantize"] if precision != "bf16" else []
+    layer = ["linear", "rope_kv_write", "attention", "linear", "route", "expert_linear", *quantize, "expert_linear",
+             "combine"]
+    assert len(layer) <= 9
+    assert names == ["embedding", "rms_norm", layer[0], "loop", "loop", *layer[1:], *layer, "loop", "rms_norm",
+                     "linear", "sample"]
+
+
+def test_a_choice_of_another_kind() -> None:
+    """Weights that no router gives: the choice stays arithmetic, and rows are sorted by a launch of their own."""
+    b = Builder()
+    b.x("positions", "T", dtype=DType.I32)
+    x = b.x("x", "T", 32)
+    _, chosen = b.add("topk", [b.op("linear", x, b.weight("router", 4, 32))], k=2, dim=1, largest=True)
+    y = b.op("expert_linear", x, chosen, b.weight("up", 4, 64, 32))
+    low = lowered(b.made(b.op("reduce_sum", y, dims=(1,), keepdim=False)), 1, "h200", "bf16")
+    assert [request.op for request in low.requests][:4] == ["linear", "topk", "sort_by_expert", "expert_linear"]
+
+
 def test_a_norm_that_others_read_is_launched() -> None:
     b = Builder()
     b.x("positions", "T", dtype=DType.I32)

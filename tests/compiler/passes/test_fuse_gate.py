@@ -40,6 +40,36 @@ def test_experts_likewise() -> None:
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
+def clamped(b: Builder, y: str, limit: float = 7.0, factor: float = 1.702) -> str:
+    """Even features of y [.., 16] are the gate's, odd ones the others."""
+    rank = len(b.types[y].shape) - 1
+    even, odd = (b.op("slice", y, dim=rank, start=start, stop=16, step=2) for start in (0, 1))
+    even = b.op("minimum", even, limit)
+    odd = b.op("minimum", b.op("maximum", odd, -limit), limit)
+    return b.op("mul", b.op("add", odd, 1), b.op("mul", even, b.op("sigmoid", b.op("mul", even, factor))))
+
+
+def test_a_clamped_gate_of_interleaved_features() -> None:
+    b = Builder()
+    scores, ids = b.add("topk", [b.x("scores", "T", 3)], k=2, dim=1, largest=True)
+    x = b.op("mul", b.x("x", "T", 4), 4.0)
+    graph = b.made(clamped(b, b.op("expert_linear", x, ids, b.weight("w", 3, 16, 4), b.weight("bias", 3, 16))), scores)
+    fused = fuse_gate(graph)
+    assert ops(fused) == ["topk", "mul", "expert_linear"]
+    assert only(fused, "expert_linear").attrs["gated"] == "clamped_swiglu"
+    inputs, source = random_inputs(graph, 5), Weights(graph)
+    want, got = (run(one, inputs, source)[one.outputs[0]] for one in (graph, fused))
+    assert (np.abs(want) > 20).any(), "the bounds count"
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("changes", [{"limit": 6.0}, {"factor": 1.5}])
+def test_other_clamped_gates_stay(changes: dict[str, float]) -> None:
+    b = Builder()
+    graph = b.made(clamped(b, b.op("linear", b.x("x", "T", 4), b.weight("w", 16, 4)), **changes))
+    assert fuse_gate(graph) == graph
+
+
 def test_what_others_read_stays() -> None:
     b = Builder()
     y = b.op("linear", b.x("x", "T", 4), b.weight("w", 16, 4))

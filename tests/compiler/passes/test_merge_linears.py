@@ -39,6 +39,20 @@ def test_other_precision_other_input_or_a_computed_part_stays_apart() -> None:
     assert merge_linears(graph) == graph
 
 
+def test_routers_apart() -> None:
+    """What a topk chooses by stays a matrix of its own, the others merge."""
+    b = Builder()
+    x = b.x("x", "T", 8)
+    logits, *others = (b.op("linear", x, b.weight(name, n, 8)) for name, n in {"router": 4, "gate": 6, "up": 6}.items())
+    values, ids = b.add("topk", [b.op("softmax", logits, dim=1)], k=2, dim=1, largest=True)
+    graph = b.made(values, ids, b.op("mul", *others))
+    assert ops(merge_linears(graph)).count("linear") == 1
+    merged = merge_linears(graph, routers_apart=True)
+    assert ops(merged).count("linear") == 2
+    assert [node.values[1] for node in merged.nodes if node.op == "linear"] == ["router", "gate+up"]
+    expect_same_meaning(graph, merged)
+
+
 def test_merged_layers_stand_where_the_first_stood() -> None:
     """The second may be read only after something that depends on the first."""
     b = Builder()
