@@ -82,8 +82,10 @@ def write_weights(writer: EngineWriter, weights: Sequence[PackedWeight], checkpo
     threads = num_threads(max((weight.piece_bytes(rounding.method != "rtn") for weight in weights), default=0),
                           available_cores())
     with workers(threads) as pool:
-        digests: Mapping[str, str] = Digests(checkpoint, pool)
-        if cache is not None:
+        digests: Mapping[str, str] = (early := Digests(checkpoint, pool))
+        if cache is None:
+            early.start_some()
+        else:
             with clock.stage("read", f"digests of {len(checkpoint.names())} tensors"):
                 digests = tensor_digests(checkpoint, cache)
         calibration = Calibration()

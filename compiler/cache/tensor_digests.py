@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,6 +21,7 @@ from .build_cache import BuildCache
 from .keys import key
 
 _SETTLED_NS = 3_000_000_000
+_EARLY_BYTES = 1 << 30
 
 
 def tensor_digests(checkpoint: Checkpoint, cache: BuildCache | None) -> dict[str, str]:
@@ -43,6 +45,15 @@ class Digests(Mapping[str, str]):
         for name in names:
             if name not in self._futures:
                 self._futures[name] = self._pool.submit(self._checkpoint.tensor_digest, name)
+
+    def start_some(self) -> None:
+        """Those that surely stay in memory until they are packed: while nothing is packed yet, the pool has time."""
+        left = _EARLY_BYTES
+        for name in self._names:
+            left -= 4 * math.prod(self._checkpoint.shape(name))
+            if left < 0:
+                break
+            self.start([name])
 
     def __getitem__(self, name: str) -> str:
         self.start([name])

@@ -19,16 +19,18 @@ def test_other_weights_are_of_the_same_layout(tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint"
     checkpoint.mkdir()
     rng = np.random.default_rng(0)
-    tensors = {"a": rng.standard_normal((5, 7)).astype(ml_dtypes.bfloat16),
-               "b": rng.standard_normal(9).astype(ml_dtypes.bfloat16), "c": np.arange(4, dtype=np.int64)}
+    tensors = {"a": rng.standard_normal((5, 7)).astype(ml_dtypes.bfloat16), "c": np.arange(4, dtype=np.int64),
+               "b": rng.standard_normal(9).astype(np.float16), "d": rng.standard_normal((3, 3)).astype(np.float32)}
     save_file(tensors, checkpoint / "model.safetensors", {"format": "pt"})
     (checkpoint / "config.json").write_text("{}")
     changed = builds.other_weights(checkpoint, tmp_path / "changed")
     after = load_file(changed / "model.safetensors")
     assert after.keys() == tensors.keys() and (changed / "config.json").read_text() == "{}"
-    for name in ("a", "b"):
-        before, now = tensors[name].astype(np.float32), after[name].astype(np.float32)
+    clearly = load_file(builds.other_weights(checkpoint, tmp_path / "clearly", flipped=32) / "model.safetensors")
+    for name in ("a", "b", "d"):
+        before, now, then = (each[name].astype(np.float32) for each in (tensors, after, clearly))
         assert now.shape == before.shape and np.all(now != before) and np.allclose(now, before, rtol=0.01)
+        assert np.allclose(then, before, rtol=0.26) and not np.any(np.isclose(then, before, rtol=0.1))
     assert np.array_equal(after["c"], tensors["c"])
     assert np.array_equal(load_file(checkpoint / "model.safetensors")["a"], tensors["a"])
 

@@ -35,6 +35,7 @@ from ..demo_models import MODELS, provide
 from .replicas import serve
 
 _CHUNK_BYTES = 1 << 20
+_FRACTION_BITS = {"BF16": (np.uint16, 7), "F16": (np.uint16, 10), "F32": (np.uint32, 23)}
 
 
 @dataclass
@@ -88,20 +89,26 @@ def _told(facts: dict[str, Any]) -> str:
     return f"{stages}; reused {reused}" if reused else stages
 
 
-def other_weights(checkpoint: Path, folder: Path) -> Path:
-    """A copy whose every tensor of floats is a little larger: a fine-tuned model of the same architecture."""
+def other_weights(checkpoint: Path, folder: Path, flipped: int = 1) -> Path:
+    """A copy whose every tensor of floats is another one: as of a fine-tuned model of the same architecture.
+
+    flipped: bits of the fraction of a bfloat16 (7 bits), or those of the same weight in other floats, which change; 1
+    changes a number by less than a hundredth, 32 by a fifth.
+    """
     shutil.copytree(checkpoint, folder)
     for path in folder.glob("*.safetensors"):
         with open(path, "r+b") as file:
             header_bytes = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(header_bytes))
             for name, entry in header.items():
-                if name == "__metadata__" or entry["dtype"] != "BF16":
+                if name == "__metadata__" or entry["dtype"] not in _FRACTION_BITS:
                     continue
+                kind, fraction_bits = _FRACTION_BITS[entry["dtype"]]
                 begin, end = entry["data_offsets"]
-                bits = np.fromfile(path, np.uint16, (end - begin) // 2, offset=8 + header_bytes + begin)
+                bits = np.fromfile(path, kind, (end - begin) // np.dtype(kind).itemsize,
+                                   offset=8 + header_bytes + begin)
                 file.seek(8 + header_bytes + begin)
-                file.write((bits ^ 1).tobytes())  # the last bit of the fraction
+                file.write((bits ^ kind(flipped << fraction_bits - 7)).tobytes())
     return folder
 
 

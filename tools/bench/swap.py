@@ -1,14 +1,16 @@
 """Rollback under load: clients stream from a server while its engine is changed again and again.
 
     python -m tools.bench.swap ENGINE ENGINE [--clients 32] [--swaps 20] [--json]
+    python -m tools.bench.swap ENGINE --weights CHECKPOINT
 
-Both engines must have the same tokenizer. Each of the clients asks one prompt after the other, greedily, all the time.
-Every second or so `ingot engines rollback prod --server ADDR` moves the server to the other engine. Each answer must
-come from the engine whose hash it tells, from its first token to its last (tools/bench/answer_check.py tells how that
-is checked, and how a near tie that fell otherwise is told from an answer of two engines); none may fail. That the check
-notices mixed answers is tried each time: on the other engine's answers, and on some that are put together from both. At
-last the server is asked for an engine that differs from one of them in its self-test record only, and must keep what it
-has.
+Both engines must have the same tokenizer, and weights that differ clearly. With --weights the second is the first one
+refitted with weights of that checkpoint that are changed by a fifth. Each of the clients asks one prompt after the
+other, greedily, all the time. Every second or so `ingot engines rollback prod --server ADDR` moves the server to the
+other engine. Each answer must come from the engine whose hash it tells, from its first token to its last
+(tools/bench/answer_check.py tells how that is checked, and how a near tie that fell otherwise is told from an answer of
+two engines); none may fail. That the check notices mixed answers is tried each time: on the other engine's answers, and
+on some that are put together from both. At last the server is asked for an engine that differs from one of them in its
+self-test record only, and must keep what it has.
 
 Told: seconds from the start of the command to the first token of a request that the other engine answers, as a client
 sees it; what the server itself needed to load the engine and try it out; how long running answers paused; memory.
@@ -36,6 +38,7 @@ from grpc import aio
 from smg_grpc_proto import trtllm_service_pb2 as pb
 
 from ingot.compiler.engine_writer import EngineWriter
+from ingot.compiler.refit import RefitRequest, refit
 from ingot.compiler.self_test import self_test_of
 from ingot.runtime.cli.output import table
 from ingot.runtime.devices.plan_fields import vocab_size
@@ -50,6 +53,7 @@ from ingot.runtime.store.lock_file import move_of
 from ingot.runtime.store.store import Store
 
 from .answer_check import Answer, AnswerCheck, spliced
+from .builds import other_weights
 from .overload import growth, resident_bytes
 from .replicas import Server, serve
 
@@ -121,6 +125,13 @@ def with_record(engine: Path, record: SelfTest, path: Path) -> Path:
         writer.add(SELF_TEST, record.to_json())
         writer.finish(manifest)
     return path
+
+
+def with_other_weights(engine: Path, checkpoint: Path, folder: Path) -> Path:
+    """The engine of a model whose answers are others."""
+    changed = other_weights(checkpoint, folder / "changed" / checkpoint.name, flipped=32)
+    refit(RefitRequest(engine, str(changed), folder / "refitted.engine", calibrate=False))
+    return folder / "refitted.engine"
 
 
 @contextmanager
@@ -351,7 +362,8 @@ def prepare(first: Path, second: Path, folder: Path) -> tuple[Store, list[str], 
 
 def main() -> int:
     parser = argparse.ArgumentParser("swap", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("engines", type=Path, nargs=2, metavar="ENGINE")
+    parser.add_argument("engines", type=Path, nargs="+", metavar="ENGINE")
+    parser.add_argument("--weights", type=Path, metavar="CHECKPOINT", help="the one that the engine was built from")
     parser.add_argument("--swaps", type=int, default=20)
     parser.add_argument("--pause", type=float, default=1.0, metavar="SECONDS", help="between two (default 1)")
     parser.add_argument("--kv-cache-tokens", type=int, default=16384)
@@ -361,8 +373,12 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     load = Load(arguments.clients, arguments.num_prompts, arguments.num_prompt_tokens, arguments.max_tokens)
+    if len(arguments.engines) + (arguments.weights is not None) != 2:
+        parser.error("give two engines, or one and --weights")
     with tempfile.TemporaryDirectory(prefix="ingot-swap-") as folder:
-        store, hashes, paths = prepare(arguments.engines[0], arguments.engines[1], Path(folder))
+        first, *other = arguments.engines
+        second = other[0] if other else with_other_weights(first, arguments.weights.resolve(), Path(folder))
+        store, hashes, paths = prepare(first, second, Path(folder, "store"))
         options = ["--store", str(store.folder), "--kv-cache-tokens", str(arguments.kv_cache_tokens),
                    *(["--no-prefix-reuse"] if arguments.no_prefix_reuse else [])]
         with EngineFile.open(paths[0]) as file:
