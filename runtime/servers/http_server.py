@@ -20,6 +20,7 @@ from .metrics_text import CONTENT_TYPE, render
 from .openai_api import ANSWERED_BY, OpenAiApi
 from .openai_errors import ApiError
 from .openai_response import to_json
+from .tokens_api import TokensApi
 
 if TYPE_CHECKING:
     from .context import ServerContext
@@ -76,8 +77,8 @@ async def start(context: ServerContext, address: str) -> HttpServer:
                           middlewares=[calls.middleware, _errors, _authentication(context.settings.auth_token)])
     app.on_response_prepare.append(_tell_engine)
     api, probes = OpenAiApi(context), _Probes(context)
-    app.add_routes([*api.routes(), web.get("/health", probes.health), web.get("/ready", probes.ready),
-                    web.get("/metrics", probes.metrics)])
+    app.add_routes([*api.routes(), *TokensApi(context).routes(), web.get("/health", probes.health),
+                    web.get("/ready", probes.ready), web.get("/metrics", probes.metrics)])
     # A client that goes away cancels its handler, and so its requests.
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, handle_signals=False,
                            shutdown_timeout=_CLOSING_S)

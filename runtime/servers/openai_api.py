@@ -14,7 +14,7 @@ from typing import Any
 
 from aiohttp import web
 
-from ..chat_template import ChatTemplateError
+from ..chat_template import ChatTemplateError, Message
 from ..errors import IngotError, RequestError
 from ..executor.async_engine import OutputStream
 from ..executor.request import (
@@ -52,14 +52,14 @@ class OpenAiApi:
 
     async def models(self, request: web.Request) -> web.Response:
         with self._engine(request) as engine:
-            return _json_response({"object": "list", "data": [self._entry(engine)]})
+            return json_response({"object": "list", "data": [self._entry(engine)]})
 
     async def model(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
         if name != self._context.model_name:
             raise unknown_model(name, self._context.model_name)
         with self._engine(request) as engine:
-            return _json_response(self._entry(engine))
+            return json_response(self._entry(engine))
 
     def _entry(self, engine: ServedEngine) -> dict[str, Any]:
         """As OpenAI tells a model; max_model_len as vLLM does; engine: what only Ingot has."""
@@ -82,7 +82,8 @@ class OpenAiApi:
         with self._engine(request) as engine:
             call = parse_completion(body, self._context.model_name, _sampling_defaults(engine.generation_config),
                                     engine.limits.max_seq_len)
-            prompts = [await self._encode(engine, prompt, f"prompt[{index}]" if len(call.prompts) > 1 else "prompt")
+            prompts = [prompt if isinstance(prompt, list) else await text_ids(
+                engine, prompt, f"prompt[{index}]" if len(call.prompts) > 1 else "prompt")
                        for index, prompt in enumerate(call.prompts)]
             return await self._answer(request, engine, call, prompts)
 
@@ -91,38 +92,11 @@ class OpenAiApi:
         with self._engine(request) as engine:
             call = parse_chat(body, self._context.model_name, _sampling_defaults(engine.generation_config),
                               engine.limits.max_seq_len)
-            prompt = await self._render(engine, call)
+            prompt = await chat_ids(engine, call.messages, call.template)
             if call.fills_room:
                 room = max(1, engine.default_len - len(prompt))
                 call = replace(call, params=replace(call.params, max_tokens=room))
             return await self._answer(request, engine, call, [prompt])
-
-    async def _encode(self, engine: ServedEngine, prompt: str | list[int], name: str) -> list[int]:
-        if isinstance(prompt, list):
-            return prompt
-        tokenizer = engine.tokenizer
-        if tokenizer is None:
-            raise invalid(name, f"{name}: this engine has no tokenizer; give token ids")
-        # Long texts take long, and the loop has other requests to serve.
-        return await asyncio.to_thread(tokenizer.encode, prompt)
-
-    async def _render(self, engine: ServedEngine, call: Call) -> list[int]:
-        """The token ids of a chat. Templates come with models: they run on a thread of their own."""
-        tokenizer, messages = engine.tokenizer, call.messages
-        if tokenizer is None or not tokenizer.has_chat_template or messages is None:
-            raise invalid("messages", "messages: this engine has no chat template; use /v1/completions with the whole "
-                                      "text as prompt", "no_chat_template")
-
-        def ids() -> list[int]:
-            # The template writes BOS and its like itself.
-            return tokenizer.encode(tokenizer.chat(messages, **call.template), add_special_tokens=False)
-
-        try:
-            return await asyncio.to_thread(ids)
-        except ChatTemplateError as error:
-            raise invalid("messages", f"messages: {error}") from None
-        except UnicodeEncodeError:
-            raise invalid("messages", "messages: hold half of a surrogate pair, which is no character") from None
 
     async def _answer(self, http: web.Request, engine: ServedEngine, call: Call,
                       prompts: list[list[int]]) -> web.StreamResponse:
@@ -177,7 +151,7 @@ class OpenAiApi:
             usage.completion_tokens = 0
         choices = [answer.choice(index, call, prompt_logprobs.get(index // n), engine.token_names)
                    for index, answer in enumerate(answers)]
-        return _json_response({**envelope.head(in_stream=False), "choices": choices, "usage": usage.to_json()})
+        return json_response({**envelope.head(in_stream=False), "choices": choices, "usage": usage.to_json()})
 
     async def _stream(self, http: web.Request, engine: ServedEngine, call: Call, envelope: Envelope,
                       outputs: AsyncGenerator[tuple[int, RequestOutput], None]) -> web.StreamResponse:
@@ -287,5 +261,34 @@ def _api_error(error: IngotError) -> ApiError:
     return ApiError(500, str(error), code="request_failed")
 
 
-def _json_response(value: Any) -> web.Response:
+async def text_ids(engine: ServedEngine, text: str, name: str, add_special_tokens: bool = True) -> list[int]:
+    """The token ids of a text; name: the field that it stands in. Raises ApiError."""
+    tokenizer = engine.tokenizer
+    if tokenizer is None:
+        raise invalid(name, f"{name}: this engine has no tokenizer; give token ids")
+    # Long texts take long, and the loop has other requests to serve.
+    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
+
+
+async def chat_ids(engine: ServedEngine, messages: Sequence[Message] | None,
+                   template: Mapping[str, Any]) -> list[int]:
+    """The token ids of a chat. Templates come with models: they run on a thread of their own. Raises ApiError."""
+    tokenizer = engine.tokenizer
+    if tokenizer is None or not tokenizer.has_chat_template or messages is None:
+        raise invalid("messages", "messages: this engine has no chat template; use /v1/completions with the whole "
+                                  "text as prompt", "no_chat_template")
+
+    def ids() -> list[int]:
+        # The template writes BOS and its like itself.
+        return tokenizer.encode(tokenizer.chat(messages, **template), add_special_tokens=False)
+
+    try:
+        return await asyncio.to_thread(ids)
+    except ChatTemplateError as error:
+        raise invalid("messages", f"messages: {error}") from None
+    except UnicodeEncodeError:
+        raise invalid("messages", "messages: hold half of a surrogate pair, which is no character") from None
+
+
+def json_response(value: Any) -> web.Response:
     return web.Response(text=to_json(value), content_type="application/json")

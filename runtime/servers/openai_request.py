@@ -126,8 +126,8 @@ class Call:
 
 def parse_completion(data: bytes, model: str, defaults: Mapping[str, Any], max_seq_len: int) -> Call:
     """defaults: of sampling, as the engine's generation config has them. Raises ApiError."""
-    body = _known(fields.parse_body(data), _COMPLETION)
-    _check_model(body, model)
+    body = known_fields(fields.parse_body(data), _COMPLETION)
+    check_model(body, model)
     if "prompt" not in body:
         raise invalid("prompt", "prompt: missing; expected a text, token ids, or a list of either", "missing_field")
     max_tokens = body.get("max_tokens", _COMPLETION_MAX_TOKENS)
@@ -148,8 +148,8 @@ def parse_completion(data: bytes, model: str, defaults: Mapping[str, Any], max_s
 
 def parse_chat(data: bytes, model: str, defaults: Mapping[str, Any], max_seq_len: int) -> Call:
     """As parse_completion."""
-    body = _known(fields.parse_body(data), _CHAT)
-    _check_model(body, model)
+    body = known_fields(fields.parse_body(data), _CHAT)
+    check_model(body, model)
     if not body.get("messages"):
         raise invalid("messages", "messages: missing or empty; expected at least one message", "missing_field")
     if "max_tokens" in body and "max_completion_tokens" in body:
@@ -161,16 +161,21 @@ def parse_chat(data: bytes, model: str, defaults: Mapping[str, Any], max_seq_len
     if body.get("logprobs") and num_logprobs is None:
         num_logprobs = 0
     params = _params(body, {**defaults, "logprobs": num_logprobs, "max_tokens": max_tokens})
-    template = body.get("chat_template_kwargs", {})
-    if reserved := {"messages", "add_generation_prompt"} & set(template):
-        raise invalid("chat_template_kwargs", f"chat_template_kwargs: {reserved.pop()} is a field of its own")
-    template = {**template, "add_generation_prompt": body.get("add_generation_prompt", True)}
+    template = template_variables(body)
     messages = [chat_message(f"messages[{index}]", message) for index, message in enumerate(body["messages"])]
     return Call(params, messages=messages, template=template, num_logprobs=num_logprobs,
                 fills_room=not {"max_tokens", "max_completion_tokens"} & set(body), **_delivery(body))
 
 
-def _known(body: dict[str, Any], known: dict[str, Check]) -> dict[str, Any]:
+def template_variables(body: dict[str, Any]) -> dict[str, Any]:
+    """What the chat template gets beside the messages. Raises ApiError."""
+    template = body.get("chat_template_kwargs", {})
+    if reserved := {"messages", "add_generation_prompt"} & set(template):
+        raise invalid("chat_template_kwargs", f"chat_template_kwargs: {reserved.pop()} is a field of its own")
+    return {**template, "add_generation_prompt": body.get("add_generation_prompt", True)}
+
+
+def known_fields(body: dict[str, Any], known: dict[str, Check]) -> dict[str, Any]:
     """The fields that are not null, of the right types. Raises ApiError."""
     checked = {}
     for name, value in body.items():
@@ -186,7 +191,8 @@ def _known(body: dict[str, Any], known: dict[str, Check]) -> dict[str, Any]:
     return checked
 
 
-def _check_model(body: dict[str, Any], model: str) -> None:
+def check_model(body: dict[str, Any], model: str) -> None:
+    """Raises ApiError for a model that this server has not."""
     if body.get("model", model) != model:
         raise unknown_model(body["model"], model)
 
