@@ -12,6 +12,7 @@ from ingot.runtime.errors import RequestError
 from ..cache.build_cache import BuildCache
 from ..clock import Clock, Progress
 from ..cpu.isa import host_isas
+from ..engine_writer import check_output
 from ..model_source import open_checkpoint_source
 from ..precision import AUTO
 from ..quality_gate import Gate
@@ -45,8 +46,7 @@ def build_auto(request: BuildRequest, build: Callable[[BuildRequest, Progress, B
     output = request.output or Path(f"{source.name}.{name}.{AUTO}.engine")
     recipe = output.with_suffix(".yaml")
     for path in (output, recipe):
-        if path.exists() and not request.force:
-            raise RequestError(f"{path} exists.\n  Replace it with --force, or name another with -o.")
+        check_output(path, request.force)
     clock = Clock(progress)
     finder = Finder(request, source, target, clock, cache)
     margin, measured = MARGIN, _runs_here(target)
