@@ -11,9 +11,9 @@ def model_shape(imported: Graph) -> dict[str, int]:
     attentions = [node for node in imported.nodes if node.op == "attention"]
     found: dict[str, int] = {}
     if embeddings:  # positions have one too, with fewer rows
-        largest = max(embeddings, key=lambda node: int(imported.types[node.inputs[0]].shape[0]))
+        largest = max(embeddings, key=lambda node: int(imported.types[node.values[0]].shape[0]))
         found["hidden_size"] = int(imported.types[largest.outputs[0]].shape[-1])
     if attentions:
         found["num_layers"] = len(attentions)
-        found["num_heads"] = max(int(imported.types[node.inputs[0]].shape[1]) for node in attentions)
+        found["num_heads"] = max(int(imported.types[node.values[0]].shape[1]) for node in attentions)
     return found

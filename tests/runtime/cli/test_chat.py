@@ -30,8 +30,12 @@ def test_what_was_said_before_is_part_of_the_next_turn(
         monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], mock_path: Path) -> None:
     seen: list[Any] = []
     stream = Engine.stream
-    monkeypatch.setattr(Engine, "stream", lambda self, prompt, params: seen.append(prompt) or stream(
-        self, prompt, params))
+
+    def recorded(self: Engine, prompt: Any, params: Any) -> Any:
+        seen.append(prompt)
+        return stream(self, prompt, params)
+
+    monkeypatch.setattr(Engine, "stream", recorded)
     status, out, err = say(monkeypatch, capsys, "Hi\n\n  \nAnd\n/new\nHi\n/quit\nnever\n", mock_path, "--system", "S",
                            "--max-tokens", 4, "--json")
     first, second, third = answers(out)

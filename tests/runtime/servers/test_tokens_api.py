@@ -30,7 +30,12 @@ def test_prompts_and_chats_are_tokenized_as_they_are_computed(address: str, runn
 
 def test_the_template_gets_what_was_asked(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[dict[str, Any]] = []
-    monkeypatch.setattr(Tokenizer, "chat", lambda self, messages, **variables: seen.append(variables) or "x")
+
+    def recorded(self: Tokenizer, messages: Any, **variables: Any) -> str:
+        seen.append(variables)
+        return "x"
+
+    monkeypatch.setattr(Tokenizer, "chat", recorded)
     tokenize(address, messages=MESSAGES)
     tokenize(address, messages=MESSAGES, add_generation_prompt=False, chat_template_kwargs={"date": "today"})
     assert seen == [{"add_generation_prompt": True}, {"add_generation_prompt": False, "date": "today"}]
