@@ -100,9 +100,9 @@ GPU_PRECISIONS = {p.name: p for p in (
               "e4m3 weights by output channel, activations by token; head, embedding and routers bf16", "bf16"),
     Precision("int8", (*_WHOLE, Rule("*", "int8_token")), "bf16",
               "int8 weights by output channel, activations by token; head, embedding and routers bf16", "bf16"),
-    Precision("int4", (*_WHOLE, Rule("*", "int4")), "bf16",
+    Precision("int4", (*_WHOLE, Rule("*", "int4_g128m")), "bf16",
               "4-bit weights in groups of 128 (64, 32), bf16 arithmetic; head, embedding and routers bf16", "bf16"),
-    Precision("w4a8", (*_WHOLE, Rule("*", "w4a8_fp8")), "bf16",
+    Precision("w4a8", (*_WHOLE, Rule("*", "w4a8_fp8_g128m")), "bf16",
               "4-bit weights in groups of 128 (64, 32), 8-bit activations by token; head, embedding and routers bf16",
               "bf16"),
     Precision("nvfp4", (*_WHOLE, Rule("*", "nvfp4")), "bf16",
@@ -159,11 +159,10 @@ def with_groups(precision: Precision, size: int | None, minimums: bool | None) -
 def default_groups(size: int | None = None, minimums: bool | None = None) -> tuple[int, bool]:
     """(channels, whether with minimums) where one of them, or both, is not said.
 
-    Groups of 128 and 64 are symmetric: half the channels cost as many bytes as minimums, make weights err about as
-    much less, and need no arithmetic of their own. Below 32 channels there is nothing, so that these have minimums.
+    128 is what others have, and what costs least. Minimums cost as many bytes as groups of half the channels would, and
+    lose less: see docs/quantization.md.
     """
-    size = GROUP if size is None else size
-    return size, size == min(GROUPS) if minimums is None else minimums
+    return GROUP if size is None else size, True if minimums is None else minimums
 
 
 def weight_bits(scheme: str) -> int:

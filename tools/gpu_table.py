@@ -11,7 +11,9 @@ from collections.abc import Iterator
 
 from ingot.compiler.gpu.select import Choice, choose, shortlist
 from ingot.compiler.gpu.triton_compile import CompiledKernel, compile_kernels
+from ingot.compiler.precision import find_precision
 from ingot.compiler.targets import Gpu, architectures, list_targets
+from ingot.plugins.linear.gpu_schemes import GPU_SCHEMES
 from ingot.plugins.linear.tactics import Problem, candidates
 from ingot.runtime.cli.output import size
 
@@ -20,11 +22,9 @@ HEADER = ("arch", "precision", "tokens", "kernel", "matrix instructions", "regis
 
 def problem(precision: str, gpu: Gpu, tokens: int, n: int, k: int) -> Problem:
     """The linear layer of that precision: 8-bit activations come with a scale a token."""
-    form, activation = precision, precision
-    if precision in ("int4", "w4a8"):
-        form, activation = "int4", gpu.operand_type(precision)
-    eight = activation in ("fp8", "int8")
-    return Problem(tokens, n, k, form, activation, token_scales=eight, scale=precision == "nvfp4")
+    scheme = GPU_SCHEMES[find_precision(precision, gpu).scheme("linear")]
+    eight = scheme.activation in ("fp8", "int8")
+    return Problem(tokens, n, k, scheme.format, scheme.activation, token_scales=eight, scale=precision == "nvfp4")
 
 
 def chosen(precision: str, gpu: Gpu, tokens: int, n: int, k: int) -> tuple[Choice, CompiledKernel]:

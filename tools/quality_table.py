@@ -35,7 +35,7 @@ from ingot.compiler.cache.tensor_digests import tensor_digests
 from ingot.compiler.calibration.text import default_text
 from ingot.compiler.model_source import open_checkpoint_source
 from ingot.compiler.passes.pipeline import gpu_pipeline, run_passes
-from ingot.compiler.precision import find_precision
+from ingot.compiler.precision import find_precision, with_groups
 from ingot.compiler.quality import Scorer, engine_scorer, reference_scorer
 from ingot.compiler.quality_gate import QualitySums, held_out_text, increase_text
 from ingot.compiler.quality_graph import QuantizedGraph
@@ -52,12 +52,14 @@ WINDOW = 256
 
 @dataclass(frozen=True)
 class Row:
-    """A precision on a target; method: how its four bits are rounded, see calibration.record.METHODS."""
+    """A precision on a target; method: how its four bits are rounded, see calibration.record.METHODS; groups: of four
+    bits on GPUs, channels and whether with minimums, see precision.with_groups."""
 
     label: str
     target: str
     precision: str
     method: str = "best"
+    groups: tuple[int | None, bool | None] = (None, None)
 
     @property
     def is_graph(self) -> bool:
@@ -74,6 +76,10 @@ ROWS = (
     *(Row(f"{precision} {name}, GPU", target, precision, method)
       for precision, target in (("int4", "h200"), ("w4a8", "h200"), ("nvfp4", "b200"))
       for method, name in (("rtn", "to nearest"), ("awq", "AWQ"), ("gptq", "GPTQ"), ("best", "best"))),
+    *(Row(f"{precision} best, {target}, groups of {size}{' with minimums' if minimums else ''}", target, precision,
+          "best", (size, minimums))
+      for precision, target in (("int4", "h200"), ("w4a8", "h200"), ("w4a8", "a100"))
+      for size in (128, 32) for minimums in (False, True)),
 )
 
 
@@ -162,7 +168,7 @@ class Model:
 
     def _graph(self, row: Row) -> Measured:
         target = find_target(row.target)
-        precision = find_precision(row.precision, target.gpu)
+        precision = with_groups(find_precision(row.precision, target.gpu), *row.groups)
         imported, _ = self.source.graph(self.facts, WINDOW, self.cache)
         quantized = QuantizedGraph(run_passes(imported, gpu_pipeline(precision, precision.kv)), True)
         calibration = Calibration()

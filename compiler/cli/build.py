@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--group-size", type=int, metavar="N", help="input channels that share a scale in four-bit "
                         "integers on GPUs: 32, 64 or 128 (default: 128, or what the checkpoint is quantized in)")
     parser.add_argument("--group-minimums", action=argparse.BooleanOptionalAction,
-                        help="whether each of these groups has a minimum too (default: groups of 32 have)")
+                        help="whether each of these groups has a minimum too (default: it has)")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE",
                         help="engine file (default: named for what it is); with --recipe: the folder for all")
     parser.add_argument("--max-batch-size", type=int, metavar="N", help="sequences in a step")

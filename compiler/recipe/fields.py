@@ -61,7 +61,7 @@ _SHARED: Mapping[str, Field] = {
                          "relative to the recipe. Default: one that ships with the compiler."),
     "group_size": Field("count", "Input channels that share a scale in four-bit integers on GPUs: 32, 64 or 128; "
                         "default: 128, or what the checkpoint is quantized in."),
-    "group_minimums": Field("flag", "Whether each of these groups has a minimum too; default: groups of 32 have."),
+    "group_minimums": Field("flag", "Whether each of these groups has a minimum too (default true)."),
     "quantization_method": Field("text", "How weights of 4 bits are rounded; default: what errs least, layer by layer.",
                                  choices=tuple(METHODS)),
     "tuning_records": Field("text", "What ingot tune has measured: which kernels of a CPU target are the fastest; "

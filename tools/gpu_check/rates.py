@@ -12,6 +12,7 @@ import numpy as np
 
 from ingot.compiler.gpu.interpret import Binding
 from ingot.compiler.gpu.select import expected, shortlist
+from ingot.compiler.precision import find_precision
 from ingot.compiler.targets import Gpu, Target
 from ingot.plugins.attention import reference as attention_reference
 from ingot.plugins.attention.tactics import Problem as Attention
@@ -20,7 +21,8 @@ from ingot.plugins.gpu.floats import from_bf16, from_e4m3, to_bf16, to_e4m3
 from ingot.plugins.gpu.kernel import Candidate, GpuKernel
 from ingot.plugins.linear import gpu_reference
 from ingot.plugins.linear.gpu_formats import FORMATS, Packed, nvfp4_blocks, nvfp4_factor, pack
-from ingot.plugins.linear.gpu_reference import quantize_tokens
+from ingot.plugins.linear.gpu_reference import group_sums, quantize_tokens, values
+from ingot.plugins.linear.gpu_schemes import GPU_SCHEMES
 from ingot.plugins.linear.tactics import Problem as Linear
 from ingot.plugins.linear.tactics import candidates as linear_candidates
 
@@ -136,9 +138,8 @@ class _Matrix:
 
     def __init__(self, precision: str, gpu: Gpu, n: int, k: int) -> None:
         self.precision, self.gpu, self.n, self.k = precision, gpu, n, k
-        eight = "fp8" if gpu.device.has_fp8 else "int8"
-        self.format = "int4" if precision in ("int4", "w4a8") else precision
-        self.activation = {"int4": "bf16", "w4a8": eight}.get(precision, precision)
+        scheme = GPU_SCHEMES[find_precision(precision, gpu).scheme("linear")]
+        self.format, self.activation = scheme.format, scheme.activation
         self._made: tuple[Packed, np.ndarray, np.ndarray] | None = None
 
     def problem(self, m: int) -> Linear:
@@ -161,7 +162,7 @@ class _Matrix:
             scales_axis = 1 if FORMATS[self.format].is_int4 else 0
             w = whole(part.w, 0)
             assert w is not None
-            matrix = replace(part, w=w, w_scale=whole(part.w_scale, scales_axis))
+            matrix = replace(part, w=w, w_scale=whole(part.w_scale, scales_axis), w_minimum=whole(part.w_minimum, 1))
             arrays, factor = self.inputs(x, part)
             given = {"x_scale": arrays["x_scale"]} if "x_scale" in arrays else {}
             small = replace(self.problem(_CHECKED_ROWS), n=_PATTERN_ROWS)
@@ -177,7 +178,9 @@ class _Matrix:
             return {"x": bits, "x_scale": scales}, factor * packed.factor
         if self.activation in ("fp8", "int8"):
             bits, scale = quantize_tokens(x, self.activation)
-            return {"x": bits, "x_scale": scale}, 1.0
+            sums = {"x_sum": group_sums(values(bits, self.activation), group)
+                    } if (group := self.problem(1).sum_group) else {}
+            return {"x": bits, "x_scale": scale, **sums}, 1.0
         return {"x": to_bf16(x)}, 1.0
 
 
@@ -195,6 +198,8 @@ def _linear(matrix: _Matrix, m: int) -> RateCase:
             "y": np.full((m, p.n), 0x7FC0, np.uint16)}
         if packed.w_scale is not None:
             found["w_scale"] = packed.w_scale
+        if packed.w_minimum is not None:
+            found["w_minimum"] = packed.w_minimum
         return found, [{"w": f"w{number}"} for number in range(copies)]
 
     def error(outputs: dict[str, np.ndarray]) -> float:

@@ -43,7 +43,7 @@ def finder(speaking_checkpoint: Path) -> Callable[[str], Finder]:
     return made
 
 
-@pytest.mark.parametrize(("target", "schemes"), [("cpu", ("w4a8", "int8g32", "bf16")), ("h200", ("fp8", "int4"))])
+@pytest.mark.parametrize(("target", "schemes"), [("cpu", ("w4a8", "int8g32", "bf16")), ("h200", ("fp8", "int4_g128m"))])
 def test_sensitivities_are_the_divergence_of_a_rounded_unit(finder: Callable[[str], Finder], target: str,
                                                             schemes: tuple[str, ...]) -> None:
     """Measured on other tokens than it was told by: within half of it, over two decades. Errors of all units together

@@ -2,12 +2,14 @@
 names, in both phases, without spilling registers."""
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 
 import pytest
 
 from ingot.compiler.gpu.disassemble import operand_bits
-from ingot.compiler.targets import architectures
+from ingot.compiler.gpu.select import shortlist
+from ingot.compiler.targets import architectures, list_targets
 from ingot.plugins.gpu.kernel import GpuKernel
 from ingot.plugins.linear.tactics import Problem, candidates
 
@@ -18,12 +20,13 @@ BITS = {"bf16": 16, "fp16": 16, "int4": 16, "fp8": 8, "int8": 8, "w4a8": 8, "nvf
 
 def problem(precision: str, arch: str, m: int, **changes: object) -> Problem:
     """The linear layer that an engine of this precision has, quantized by token where it is quantized."""
-    form, activation = precision, precision
-    if precision in ("int4", "w4a8"):
+    name, _, groups = precision.partition("_")
+    form, activation = name, name
+    if name in ("int4", "w4a8"):
         eight = "fp8" if device(arch).has_fp8 else "int8"
-        form, activation = "int4", eight if precision == "w4a8" else "bf16"
+        form, activation = f"int4_{groups}" if groups else "int4", eight if name == "w4a8" else "bf16"
     eight_bits = activation in ("fp8", "int8")
-    return Problem(m, 4096, 4096, form, activation, token_scales=eight_bits, scale=precision == "nvfp4", **changes)  # type: ignore[arg-type]
+    return Problem(m, 4096, 4096, form, activation, token_scales=eight_bits, scale=name == "nvfp4", **changes)  # type: ignore[arg-type]
 
 
 def sample(found: tuple[GpuKernel, ...]) -> list[GpuKernel]:
@@ -69,6 +72,30 @@ def test_prologue_and_gate_of_generation(arch: str, precision: str) -> None:
     kernel = candidates(p, device(arch)).legal[-1].launches[0].kernel
     code = compiled([kernel], arch)[kernel]
     assert {operand_bits(name) for name in code.matrix} == {BITS[precision]} and code.spill_stores == 0
+
+
+GROUPED = [pytest.param(arch, precision,
+                        marks=[] if precision.endswith("g32m") and arch in QUICK else pytest.mark.slow)
+           for arch in ARCHITECTURES if arch != "sm_103a"
+           for precision in ("int4_g32m", "w4a8_g32m", "w4a8_g128m", "w4a8_g32", "int4_g64m")]
+
+
+@pytest.mark.parametrize(("arch", "precision"), GROUPED)
+def test_groups(arch: str, precision: str) -> None:
+    """What is chosen for each phase, of what does not spill. Only minimums are multiplied in 16 bits beside eight."""
+    gpu = next(target.gpu for target in list_targets() if target.gpu is not None and target.gpu.arch.name == arch)
+    name = precision.partition("_")[0]
+    base = problem(precision, arch, 8)
+    eight = base.activation in ("fp8", "int8")
+    for p in (replace(base, residual=True), replace(base, m=2048, residual=True),
+              replace(base, token_scales=False, quantizes=eight, norm_eps=1e-6, gated="silu")):
+        legal = shortlist(candidates(p, gpu.device).legal, gpu, name)
+        kernels = [candidate.launches[0].kernel for candidate in legal]
+        code = next(found for kernel in kernels if not (found := compiled([kernel], arch)[kernel]).spill_stores)
+        bits = {operand_bits(instruction) for instruction in code.matrix}
+        assert bits - ({16} if p.sum_group else set()) == {BITS[name]}, (kernels[0].symbol, code.matrix)
+        wanted = architectures()[arch].precisions[name]
+        assert any(instruction.startswith(wanted) for instruction in code.matrix), (kernels[0].symbol, code.matrix)
 
 
 @pytest.mark.parametrize("arch", [pytest.param("sm_90a"), pytest.param("sm_89", marks=pytest.mark.slow),

@@ -12,12 +12,12 @@ from ingot.compiler.checkpoint.quantized import quantization_report, read_quanti
 from ingot.compiler.checkpoint.quantized.weights import int4_groups
 from ingot.compiler.importer.importer import import_model
 from ingot.compiler.passes.pipeline import gpu_pipeline, run_passes
-from ingot.compiler.precision import find_precision, with_groups
+from ingot.compiler.precision import default_groups, find_precision, with_groups
 from ingot.compiler.quality_graph import QuantizedGraph
 from ingot.compiler.targets import find_target
 from ingot.compiler.weights.evaluate import evaluate
 from ingot.plugins.linear.gpu_formats import pack, unpack
-from ingot.plugins.linear.gpu_schemes import GPU_SCHEMES
+from ingot.plugins.linear.gpu_schemes import GPU_SCHEMES, int4_scheme
 from tests.compiler.checkpoint.quantized.layouts import LAYOUTS, write_checkpoint
 from tests.compiler.checkpoint.quantized.test_read import small_model
 
@@ -59,7 +59,9 @@ def test_every_weight_stays_on_its_grid(name: str, target: str, precision: str, 
     assert not any("become" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_groups_that_are_asked_for_go_before(tmp_path: Path) -> None:
+    """It compiles kernels."""
     write_checkpoint(tmp_path, small_model(num_hidden_layers=1), LAYOUTS["awq"])
     for group, minimums, scheme, kept in ((None, None, "int4_g64m", True), (32, None, "int4_g32m", False),
                                           (64, True, "int4_g64m", True), (None, False, "int4", False)):
@@ -93,6 +95,8 @@ def test_groups_of_a_checkpoint(size: int, k: int, symmetric: bool, wanted: str)
 def test_precisions_with_groups() -> None:
     gpu = find_target("h200").gpu
     assert with_groups(find_precision("w4a8", gpu), 32, None).scheme("linear") == "w4a8_fp8_g32m"
-    assert with_groups(find_precision("w4a8", gpu), 64, None).scheme("linear") == "w4a8_fp8_g64"
-    assert with_groups(find_precision("int4", gpu), None, True).scheme("linear") == "int4_g128m"
+    assert with_groups(find_precision("w4a8", gpu), 64, None).scheme("linear") == "w4a8_fp8_g64m"
+    assert with_groups(find_precision("int4", gpu), None, False).scheme("linear") == "int4"
+    assert find_precision("int4", gpu).scheme("linear") == int4_scheme("int4", *default_groups()) == "int4_g128m"
+    assert find_precision("w4a8", find_target("a100").gpu).scheme("linear") == "w4a8_int8_g128m"
     assert with_groups(find_precision("int4", gpu), 32, False).scheme("head") == "bf16"
