@@ -145,7 +145,8 @@ def _bind(server: aio.Server, address: str, settings: ServerSettings) -> int:
             require_client_auth=settings.tls_client_ca is not None)
         return server.add_secure_port(address, credentials)
     except (RuntimeError, ValueError) as error:
-        raise RequestError(f"cannot serve gRPC at {address}: {str(error).rstrip('.')}.\n"
+        told = str(error).partition("; set GRPC_VERBOSITY")[0].rstrip(".")  # which tells no more than is told here
+        raise RequestError(f"cannot serve gRPC at {address}: {told}.\n"
                            "  Is the port in use? Port 0 takes any that is free.") from None
 
 

@@ -131,7 +131,7 @@ def test_services_can_be_left_out(tmp_path: Path) -> None:
 def test_a_second_server_on_the_same_port_is_refused(served: Replica) -> None:
     from ingot.runtime.servers import grpc_server
 
-    with pytest.raises(RequestError, match=f"cannot serve gRPC at {served.address}"):
+    with pytest.raises(RequestError, match=f"cannot serve gRPC at {served.address}: [^;]*\\.\n  Is the port in use"):
         served.run(grpc_server.start(served.context, served.address))
     with pytest.raises(RequestError, match="cannot serve gRPC at nonsense"):
         served.run(grpc_server.start(served.context, "nonsense"))
