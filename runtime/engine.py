@@ -105,8 +105,7 @@ class Engine:
 
     @classmethod
     def load(cls, engine: str | os.PathLike[str], *, device: str | None = None, kv_cache_tokens: int | None = None,
-             num_workers: int | None = None, store: str | os.PathLike[str] | None = None,
-             encodes: bool = True) -> Self:
+             num_workers: int | None = None, store: str | os.PathLike[str] | None = None) -> Self:
         """Load an engine: a file, a name in the store, or the start of a hash.
 
         device           by default what it was built for; "emulator" runs an engine for GPUs on the CPU, very slowly
@@ -114,14 +113,14 @@ class Engine:
                          longest sequences, within half of the available memory, or 0.9 of a GPU's.
         num_workers      threads of a CPU engine; by default one a core that this process may use
         store            folder of the engine store; by default $INGOT_STORE, else engines/
-        encodes          False: prompts are going to be token ids; the tokenizer is read when a text comes nevertheless
-        Raises RequestError (EngineFormatError, EngineMismatch, NoGpu) or WorkFailed.
+        Raises RequestError (EngineFormatError, EngineMismatch, NoGpu) or WorkFailed. The tokenizer is read, and found
+        malformed, when it is first needed: prompts of token ids, and the first short texts, do without it.
         """
         file = open_engine(engine, store)
         try:
             program = load_program(file, kv_cache_tokens, num_workers, device=device,
                                    most_kv_tokens=most_useful_tokens(file.manifest))
-            loaded = cls(file, program, Tokenizer.of(file, not encodes))
+            loaded = cls(file, program, Tokenizer.of(file, when_needed=True))
             return_free_memory()  # loading parses much JSON: what it leaves would stay for as long as the engine serves
             return loaded
         except BaseException:

@@ -50,7 +50,7 @@ def _run(arguments: argparse.Namespace) -> int:
     params = sampling_params(arguments, arguments.ignore_eos).seeded()
     begin = time.perf_counter()
     with Engine.load(arguments.engine, device=arguments.device, kv_cache_tokens=arguments.kv_cache_tokens,
-                     num_workers=arguments.num_workers, store=arguments.store, encodes=beside is None) as engine:
+                     num_workers=arguments.num_workers, store=arguments.store) as engine:
         loaded = time.perf_counter()
         gc.enable()
         token_ids = beside.result() if beside is not None else None
@@ -71,7 +71,7 @@ def _token_ids(arguments: argparse.Namespace, text: str) -> list[int]:
     from ..tokenizer import Tokenizer
 
     with open_engine(arguments) as file:
-        tokenizer = Tokenizer.of(file)
+        tokenizer = Tokenizer.of(file, when_needed=True)
         return encode(_prompt(arguments, text, tokenizer), tokenizer, file.path)
 
 
