@@ -36,8 +36,9 @@ def _scan(x, norm_weight, xs, K: tl.constexpr, EPS: tl.constexpr, BM: tl.constex
 def _logits(x, norm_weight, w, y, q, q_scale, q_factor, first, count, part, split, E: tl.constexpr,
             EP: tl.constexpr, K: tl.constexpr, EPS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
             SPLITS: tl.constexpr, TO: tl.constexpr):
-    """A K-range of the logits of BM tokens to rows of `part`, E + 1 floats each: the last is the sum of squares of x,
-    where the norm waits for it. What others read of the norm goes to y and q."""
+    """A K-range of the logits of BM tokens to rows of `part`, EP + 16 floats each, so that they are read by vectors:
+    behind the logits the sum of squares of x, where the norm waits for it. What others read of the norm goes to y and
+    q."""
     ms = first + tl.arange(0, BM)
     inside = ms < count
     xs = tl.minimum(ms, count - 1).to(tl.int64)
@@ -73,9 +74,9 @@ def _logits(x, norm_weight, w, y, q, q_scale, q_factor, first, count, part, spli
             if q is not None:
                 store_columns(v, largest, q, q_scale, q_factor, xs, inside, k, K, BM, BK, TO)
         acc = dot(a, b.T, acc)
-    row = part + tl.arange(0, BM) * (E + 1)
+    row = part + tl.arange(0, BM) * (EP + 16)
     tl.store(row[None, :] + expert[:, None], acc, mask=(expert < E)[:, None])
-    tl.store(row + E, squares)
+    tl.store(row + EP, squares)
 
 
 @triton.jit
@@ -121,7 +122,7 @@ def _choose(x, bias, ids, weights, order, counters, token, count, CHOICES: tl.co
     column = tl.arange(0, CP)[None, :]
     chosen = tl.zeros((R, CP), tl.int32)
     weight = tl.zeros((R, CP), tl.float32)
-    for j in range(CHOICES):
+    for j in tl.range(CHOICES, num_stages=1):
         best = _best(rest, number)
         is_best = number == best[:, None, None]
         its = tl.sum(tl.sum(tl.where(is_best & there, scores, 0.0), 2), 1)
@@ -171,7 +172,7 @@ def route(x, norm_weight, w, w_bias, bias, ids, weights, order, starts, y, q, q_
     number = group * SIZE + at
     there = (group < GROUPS) & (at < SIZE)
     if w is not None:
-        part = partial + (tile * SPLITS + split).to(tl.int64) * (BM * (E + 1))
+        part = partial + (tile * SPLITS + split).to(tl.int64) * (BM * (EP + 16))
         _logits(x, norm_weight, w, y, q, q_scale, q_factor, first, count, part, split, E, EP, K, NORM_EPS, BM, BK,
                 SPLITS, TO)
         tl.debug_barrier()
@@ -179,7 +180,7 @@ def route(x, norm_weight, w, w_bias, bias, ids, weights, order, starts, y, q, q_
             if tl.atomic_add(counters + E + tile, 1, sem="acq_rel") != SPLITS - 1:
                 return
             tl.store(counters + E + tile, 0)
-    for begin in range(0, tl.minimum(BM, count - first), R):
+    for begin in tl.range(0, tl.minimum(BM, count - first), R, num_stages=1):
         token = first + begin + tl.arange(0, R)
         if w is None:
             rows = tl.minimum(token, count - 1).to(tl.int64)[:, None, None]
@@ -187,11 +188,11 @@ def route(x, norm_weight, w, w_bias, bias, ids, weights, order, starts, y, q, q_
         else:
             logits = tl.zeros((R, G, S), tl.float32)
             squares = tl.zeros((R,), tl.float32)
-            for other in range(SPLITS):
-                row = partial + (tile * SPLITS + other).to(tl.int64) * (BM * (E + 1))
-                row += (begin + tl.arange(0, R)) * (E + 1)
+            for other in tl.range(SPLITS, num_stages=1):
+                row = partial + (tile * SPLITS + other).to(tl.int64) * (BM * (EP + 16))
+                row += (begin + tl.arange(0, R)) * (EP + 16)
                 logits += tl.load(row[:, None, None] + number, mask=there, other=0.0, cache_modifier=".cg")
-                squares += tl.load(row + E, cache_modifier=".cg")
+                squares += tl.load(row + EP, cache_modifier=".cg")
             if norm_weight is not None and y is None and q is None:
                 logits = logits * tl.rsqrt(squares / K + NORM_EPS)[:, None, None]
             if w_bias is not None:

@@ -186,10 +186,10 @@ def _route(p: Routing, tokens: int, splits: int, step: int, stages: int) -> Cand
         row = p.k * BYTES[p.x_type]
         readings = 1 + splits * (p.y or bool(p.y_form))  # to find the scale of a token, each split reads its row first
         num_bytes = row * (p.experts + p.m * (1 + p.y)) + p.m * p.k * BYTES.get(p.y_form, 0)
-        num_bytes += 8.0 * tiles * splits * tokens * (p.experts + 1)
+        num_bytes += 8.0 * tiles * splits * tokens * (p.tile_experts + 16)
         through_cache = tiles * row * (p.experts + readings * tokens)
     cost = Cost(num_bytes, 2.0 * p.m * p.experts * p.k, through_cache)
-    scratch = 4 * tiles * splits * tokens * (p.experts + 1) if p.k else 0
+    scratch = 4 * tiles * splits * tokens * (p.tile_experts + 16) if p.k else 0
     launch = GpuLaunch(kernel, (tiles, splits, 1), scratch, 4 * (1 + p.experts + tiles))
     name = f"route.{p.x_type} {tokens}x{step}" + (f" split {splits}" if splits > 1 else "") if p.k else "route"
     return Candidate(name, (launch,), cost, _router_bytes(p, tokens, step, stages) if p.k else 0)

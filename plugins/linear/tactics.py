@@ -201,8 +201,8 @@ def _few_tokens(p: Problem, device: Device) -> list[Tile]:
     feature_steps: tuple[int, ...] = (64, 128) if device.has_warpgroup_mma else (32, 64)
     if p.format == "nvfp4" and device.has_warpgroup_mma:
         feature_steps = (128,)  # block-scaled tcgen05 takes no fewer; below, triton falls back to bf16
-    elif _defers(p) and p.gated:
-        feature_steps = feature_steps[:1]  # four accumulators
+    elif _defers(p) and (p.gated or (p.sum_choices and not device.has_warpgroup_mma)):
+        feature_steps = feature_steps[:1]  # four accumulators, or sums that are kept for several tokens
     tiles = []
     for features, step in product(feature_steps, _channel_steps(p)):
         blocks = -(-p.n // features) * row_tiles(p, tokens)
