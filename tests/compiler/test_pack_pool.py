@@ -52,7 +52,7 @@ def test_the_bytes_do_not_depend_on_the_number_of_threads(threads: int) -> None:
         assert (blob.sha256, blob.crc32) == (hashlib.sha256(data).hexdigest(), zlib.crc32(data))
 
 
-def job(number: int, size: int, make: Callable[[], None] = lambda: None, pieces: int = 2) -> Job[int]:
+def job(number: int, size: int, make: Callable[[], object] = lambda: None, pieces: int = 2) -> Job[int]:
     def part() -> np.ndarray:
         make()
         return np.full(size // pieces, number, np.uint8)
@@ -62,7 +62,7 @@ def job(number: int, size: int, make: Callable[[], None] = lambda: None, pieces:
 def test_pieces_of_one_matrix_are_made_side_by_side() -> None:
     together = threading.Barrier(2, timeout=20)
     with workers(2) as pool:
-        (_, blob), = blobs_in_order([job(7, 10, lambda: together.wait() and None)], pool)
+        (_, blob), = blobs_in_order([job(7, 10, together.wait)], pool)
     assert blob.data.tolist() == [7] * 10
 
 
@@ -94,10 +94,13 @@ def test_a_fault_is_told_and_ends_the_rest(threads: int) -> None:
     def fail() -> None:
         raise ValueError("damaged")
 
+    def work() -> None:
+        done.append(0)
+        time.sleep(0.01)
+
     done: list[int] = []
-    jobs = (job(number, 10, fail if number == 2 else lambda: done.append(0) or time.sleep(0.01))  # type: ignore
-            for number in range(1000))
-    taken = []
+    jobs = (job(number, 10, fail if number == 2 else work) for number in range(1000))
+    taken: list[int] = []
     with pytest.raises(ValueError, match="damaged"), workers(threads) as pool:
         for number, _ in blobs_in_order(jobs, pool):
             taken.append(number)

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from ingot.compiler.calibration.scaled_source import ScaledSource
 from ingot.compiler.checkpoint.checkpoint import Checkpoint
 from ingot.compiler.checkpoint.errors import BadWeights
 from ingot.compiler.checkpoint.safetensors_store import SafetensorsStore
 from ingot.compiler.cpu.isa import host_isa
 from ingot.compiler.weights import native as compiling
 from ingot.compiler.weights.evaluate import WeightShapeError, evaluate
-from ingot.compiler.weights.expr import WeightExpr, concat, elementwise, permute, slice_, tensor
+from ingot.compiler.weights.expr import WeightExpr, concat, elementwise, input_scale, permute, reshape, slice_, tensor
 from ingot.compiler.weights.packed import ROWS_AT_A_TIME, PackedWeight, Packing
 from ingot.compiler.weights.stored import bf16_rows
 from ingot.plugins.linear import native
@@ -58,6 +59,24 @@ def test_rows_come_as_they_are(tmp_path: Path, tensors: dict[str, np.ndarray], e
         assert bits is not None and bits.dtype == np.uint16
         values = bits.view(ml_dtypes.bfloat16).astype(np.float32)
         np.testing.assert_array_equal(values, evaluate(expr, checkpoint, rows))
+
+
+def scaled(expr: WeightExpr, name: str) -> WeightExpr:
+    columns = reshape(input_scale(name, expr.shape[1]), (1, expr.shape[1]))
+    return elementwise("mul", elementwise("mul", expr, columns), reshape(input_scale(name, expr.shape[0], inverse=True),
+                                                                         (expr.shape[0], 1)))
+
+
+def test_scales_that_nobody_chose_are_ones(tmp_path: Path, tensors: dict[str, np.ndarray]) -> None:
+    checkpoint = stored(tmp_path, tensors)
+    expr = concat([scaled(A, "a"), scaled(B, "a")], 0)
+    for rows in ((0, 16), (ROWS - 8, ROWS + 8)):
+        bits = bf16_rows(expr, checkpoint, rows)
+        assert bits is not None
+        values = bits.view(ml_dtypes.bfloat16).astype(np.float32)
+        np.testing.assert_array_equal(values, evaluate(expr, checkpoint, rows))
+    chosen = ScaledSource(checkpoint, {"a": np.full(64, 2, np.float32)})
+    assert bf16_rows(expr, chosen, (0, 16)) is None
 
 
 @pytest.mark.parametrize("expr", [WIDE, concat([WIDE, B], 0), permute(B, (1, 0)), elementwise("mul", B, 2.0),
