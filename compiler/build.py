@@ -120,7 +120,11 @@ class BuildRequest:
 
     @property
     def rounding(self) -> Rounding:
-        """Raises RequestError for a method that is not known, or that needs no text if one is given."""
+        """Raises RequestError for a method that is not known, or that needs no text if one is given, or needs one if
+        there is to be none."""
+        if not self.calibrate and self.quantization_method in ("awq", "gptq"):
+            raise RequestError(f"{self.quantization_method} rounds weights for the inputs that they meet: leave out "
+                               "either --no-calibration or --quantization-method")
         return Rounding(self.quantization_method if self.calibrate else "rtn", self.calibration)
 
     @property

@@ -215,6 +215,7 @@ def test_dumps_lie_in_the_folder_and_in_the_engine(tiny_checkpoint: Path, tmp_pa
     ({"target": "cpu:x86-64-v33"}, "Did you mean cpu:x86-64-v3"),
     ({"target": "h100"}, "unknown target 'h100'"),
     ({"precision": "int4"}, "has no precision 'int4'; it has: fp32, bf16, int8, w4a8"),
+    ({"calibrate": False, "quantization_method": "gptq"}, "gptq rounds weights for the inputs that they meet"),
     ({"precision": "w4"}, "unknown precision 'w4'; known: fp32, bf16, int8, w4a8"),
     ({"kv_precision": "fp8"}, "has no KV cache in 'fp8'; it has: fp32, bf16, int8"),
     ({"max_batch_size": 0}, "max_batch_size must be at least 1, got 0"),

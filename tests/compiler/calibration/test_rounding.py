@@ -17,6 +17,8 @@ def test_what_contradicts_itself() -> None:
         Rounding("awk")
     with pytest.raises(RequestError, match=r"need no calibration text; leave .* out"):
         _ = BuildRequest("m", "cpu", "w4a8", calibrate=False, calibration=Path("x.txt")).rounding
+    with pytest.raises(RequestError, match="awq rounds weights for the inputs that they meet: leave out either"):
+        _ = BuildRequest("m", "cpu", "w4a8", calibrate=False, quantization_method="awq").rounding
     assert BuildRequest("m", "cpu", "w4a8", calibrate=False).rounding == Rounding("rtn")
 
 
