@@ -28,12 +28,13 @@ import json
 import sys
 import unicodedata
 from bisect import bisect_left
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 from .byte_alphabet import CHARACTERS
 
-ARRAYS = {"ends": "I", "sorted": "I", "merge_ends": "I", "ranks": "I", "lefts": "H", "names": "B"}
+ARRAYS: Mapping[str, Literal["I", "H", "B"]] = {
+    "ends": "I", "sorted": "I", "merge_ends": "I", "ranks": "I", "lefts": "H", "names": "B"}
 FLAGS = ("special", "normalized", "lstrip", "rstrip", "single_word")
 _AFTER = b"\xff"
 """Above every byte of UTF-8."""
