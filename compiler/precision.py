@@ -147,7 +147,7 @@ def with_groups(precision: Precision, size: int | None, minimums: bool | None) -
         return precision
     if size is not None and size not in GROUPS:
         raise RequestError(f"group_size is {size}; expected {', '.join(map(str, GROUPS))}")
-    schemes = {rule.scheme for rule in (*precision.rules, *precision.layers)}
+    schemes = {rule.scheme for rule in precision.rules} | {rule.scheme for rule in precision.layers}
     if not any(scheme in GPU_SCHEMES and GPU_SCHEMES[scheme].weights.is_int4 for scheme in schemes):
         raise RequestError(f"group_size and group_minimums are for four-bit integers; {precision.name} has none.\n"
                            "  Precisions that have: int4, w4a8")
