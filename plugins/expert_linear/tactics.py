@@ -148,7 +148,7 @@ def _router_step(p: Routing) -> int:
 
 
 def _router_bytes(p: Routing, tokens: int, step: int, stages: int) -> int:
-    return stages * (p.tile_experts + tokens) * step * BYTES[p.x_type]
+    return int(stages * (p.tile_experts + tokens) * step * BYTES[p.x_type])
 
 
 def _route(p: Routing, tokens: int, splits: int, step: int, stages: int) -> Candidate:
