@@ -163,27 +163,23 @@ class EngineFile:
         return data
 
     def map(self, name: str) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
-        """As `view`, as a [size] uint8 array that starts on a page."""
-        import numpy as np  # inspecting and verifying an engine needs no arrays and should not wait for numpy
-
-        return np.frombuffer(self.view(name), np.uint8)
-
-    def view(self, name: str) -> memoryview:
-        """The data of a member, read-only; nothing is copied.
+        """The data of a member as a read-only [size] uint8 array that starts on a page; nothing is copied.
 
         All members share one mapping; weights of a stripped engine have their own. The hash is not checked here: call
         `verify` once for a new file. Raises EngineFormatError, WeightsMissing.
         """
+        import numpy as np  # inspecting and verifying an engine needs no arrays and should not wait for numpy
+
         if name in self.stripped:
             path = self._blob(name)
             if not self.stripped[name]:
-                return memoryview(b"")
+                return np.empty(0, np.uint8)
             with open(path, "rb") as file:
-                return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+                return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
         member = self._member(name)
         if self._map is None:
             self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
-        return memoryview(self._map)[member.data_offset : member.end_offset]
+        return np.frombuffer(self._map, np.uint8, member.size, member.data_offset)
 
     def verify(self, on_progress: Callable[[int, int], None] | None = None) -> list[MemberCheck]:
         """Checks the hash of every member and that the plan is canonical; `on_progress(bytes done, bytes in all)`.

@@ -72,7 +72,7 @@ class Tokenizer:
         if TOKENIZER not in engine.sizes:
             return None
         template = engine.read(CHAT_TEMPLATE).decode() if CHAT_TEMPLATE in engine.sizes else None
-        vocabulary = partial(engine.view, VOCABULARY) if VOCABULARY in engine.sizes and when_needed else None
+        vocabulary = partial(engine.read, VOCABULARY) if VOCABULARY in engine.sizes and when_needed else None
         source = partial(engine.read, TOKENIZER) if when_needed else engine.read(TOKENIZER)
         return cls(source, read_config(engine), template, vocabulary)
 

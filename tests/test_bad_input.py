@@ -204,16 +204,16 @@ def test_a_disk_that_is_too_small(bench: Bench, tiny_checkpoint: Path, monkeypat
 
 _BUILD_THAT_STOPS = """
 import sys, time
-from ingot.compiler.weights.packed import PackedWeight
+from ingot.compiler.engine_writer import EngineWriter
 from ingot.runtime.cli import main
-make, made = PackedWeight.make, []
+add, added = EngineWriter.add_weight, []
 def slow(*arguments):
-    made.append(0)
-    if len(made) == 4:
+    added.append(0)
+    if len(added) == 4:
         print("writing", flush=True)
         time.sleep(600)
-    return make(*arguments)
-PackedWeight.make = slow
+    return add(*arguments)
+EngineWriter.add_weight = slow
 main(sys.argv[1:])
 """
 
