@@ -22,7 +22,8 @@ from ingot.runtime.errors import WorkFailed
 
 from ..calibration.calibrate import Reading, config_entries, is_rounded, reading, run
 from ..calibration.scaled_source import ScaledSource
-from ..calibration.smooth import Choice, choose, column_scale, spread
+from ..calibration.scales import spread
+from ..calibration.smooth import Choice, choose, column_scale
 from ..calibration.statistics import InputStatistics
 from ..calibration.text import CalibrationText
 from ..checkpoint.checkpoint import Checkpoint

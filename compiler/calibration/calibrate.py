@@ -81,17 +81,18 @@ def run(checkpoint: Checkpoint, read: Reading, sink: Sink, progress: Callable[[s
 
 
 def is_rounded(weight: PackedWeight, checkpoint: Checkpoint) -> bool:
-    """Whether its sixteen values change the weights noticeably: told from some rows of the whole. What has more values
-    counts as rounded."""
+    """Whether its values change the weights noticeably: told from some rows of the whole. What is not rounded for its
+    inputs counts as rounded."""
     if not weight.group:
         return True
+    small = SMALL_ERROR if weight.packing.scheme != "int8_token" else SMALL_ERROR / 10
     experts = weight.expr.shape[0] if len(weight.expr.shape) == 3 else 0
     rows = experts or weight.expr.shape[0]
     for begin in sorted({rows * part // 4 for part in range(4)}):
         w = evaluate(weight.expr, checkpoint, (begin, min(begin + (1 if experts else 16), rows)))
         w = np.ascontiguousarray(w.reshape(-1, w.shape[-1])[:256])
         error = _stored(w, weight) - w
-        if np.square(error).sum() > SMALL_ERROR ** 2 * np.square(w).sum():
+        if np.square(error).sum() > small ** 2 * np.square(w).sum():
             return True
     return False
 

@@ -16,7 +16,12 @@ from .streamed import StreamedModel
 MAX_EXPERT_BYTES = 1 << 29
 """Where the experts of a layer together would take more, they share the statistics of all their inputs."""
 
-_SAMPLES_A_WINDOW = 8
+_SAMPLES_A_WINDOW = 16
+
+_LARGEST_ENERGY = 10.0
+"""A token whose inputs have more than this part of the usual energy (the median) counts as if it had no more: the first
+tokens of many models' sequences have a thousand times that of all others in some layers, and mean little."""
+
 _LINEAR = {"linear"}
 _PRODUCTS = {"matmul", "__matmul__", "mm", "bmm"}
 
@@ -80,11 +85,16 @@ class _Sums:
         if not len(rows):
             return
         torch.maximum(self.amax, rows.abs().amax(0), out=self.amax)
+        energy = rows.square().sum(1)
+        if (usual := energy.median()) > 0:
+            rows = rows * (_LARGEST_ENERGY * usual / energy).clamp(max=1.0).sqrt()[:, None]
         for block, (begin, end) in zip(self.blocks, block_spans(rows.shape[1]), strict=True):
             part = rows[:, begin:end]
             block.addmm_(part.T, part)
         if (missing := SAMPLES - sum(map(len, self.samples))) > 0:
-            self.samples.append(rows[::-(-len(rows) // _SAMPLES_A_WINDOW)][:missing].clone())
+            step = -(-len(rows) // _SAMPLES_A_WINDOW)
+            begin = step * (len(self.samples) % 4) // 4  # the first token of a sequence is unlike others: of few
+            self.samples.append(rows[begin::step][:missing].clone())
         self.count += len(rows)
 
     def means(self) -> InputStatistics:

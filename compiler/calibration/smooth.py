@@ -1,19 +1,17 @@
 """How a layer's matrices are rounded best: scales of its inputs, and error compensation, by the error that they leave.
 
 A scale makes a channel of the weights larger and the same channel of the inputs smaller: what is rounded coarsely is
-then what matters less. Candidates are those of AWQ (a power of the inputs' size) and of SmoothQuant (also of the
-weights' size), rounded to powers of two, so that scaling alone changes no digit. The error of a layer's outputs has two
-parts: that of the rounded weights, by the second moments of the inputs, and that of the rounded inputs, by some inputs
-as they are.
+then what matters less. The error of a layer's outputs has two parts: that of the rounded weights, by the second moments
+of the inputs, and that of the rounded inputs, by some inputs as they are.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ingot.plugins.linear.compensate import dequantized, feedback, round_compensated
+from ingot.plugins.linear.compensate import Feedback, dequantized, feedback, round_compensated
 from ingot.plugins.linear.gpu_formats import nvfp4_factor
 from ingot.plugins.linear.gpu_schemes import GPU_SCHEMES
 from ingot.plugins.linear.grids import E2M1Grid, GridFormat, MinimumGrid
@@ -24,17 +22,21 @@ from ingot.plugins.scheme import SCHEMES
 from ..weights.evaluate import TensorSource, evaluate
 from ..weights.expr import WeightExpr, input_scales
 from ..weights.packed import PANELS, PackedWeight
+from .scales import candidates, spread
 from .statistics import InputStatistics, block_spans
 
 _ROWS = 384
 """Of each matrix that candidates are tried on."""
 
 _COMPENSATED_ROWS = 96
-_POWERS_OF_INPUTS = (0.25, 0.5, 0.75, 1.0)
-_SHARES = (0.25, 0.5, 0.75)
-_LARGEST = 2.0 ** 8
 _GAIN = 0.98
 """A scale or a compensation that leaves more than this part of the error is not worth it."""
+
+_CAUTION = 2.0
+"""What an error of int8 weights counts beside one of their inputs: it is the same for every token."""
+
+_LEAST_ENERGY = 0.1
+"""Outputs count as if they had at least this part of their mean square: what is next to nothing anyway may err."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +49,23 @@ class Choice:
 
 @dataclass(frozen=True)
 class _Matrix:
-    """Some rows of a matrix as the checkpoint has it, and how it will be stored."""
+    """Some rows [R, K] of a matrix as the checkpoint has it, and how it will be stored.
+
+    matters: float32 [R], how much the square of each output's error counts
+    """
 
     w: np.ndarray
+    matters: np.ndarray
     packed: PackedWeight
 
-    def stored(self, w: np.ndarray) -> np.ndarray:
+    def some(self, count: int) -> _Matrix:
+        step = -(-len(self.w) // count)
+        return replace(self, w=self.w[::step], matters=self.matters[::step])
+
+    def stored(self, w: np.ndarray, inputs: Feedback | None = None) -> np.ndarray:
+        """inputs: for GPUs alone."""
         scheme = self.packed.packing.scheme
-        return dequantize(w, SCHEMES[scheme]) if self._on_cpu else GPU_SCHEMES[scheme].stored(w)
+        return dequantize(w, SCHEMES[scheme]) if self._on_cpu else GPU_SCHEMES[scheme].stored(w, inputs)
 
     def inputs(self, x: np.ndarray) -> np.ndarray:
         scheme = self.packed.packing.scheme
@@ -67,6 +78,11 @@ class _Matrix:
             return MinimumGrid()
         form = GPU_SCHEMES[self.packed.packing.scheme].weights
         return form.grid if form.is_int4 else E2M1Grid(nvfp4_factor(w))
+
+    @property
+    def is_integer(self) -> bool:
+        """Inputs int8 by token, weights int8 by row."""
+        return not self._on_cpu and GPU_SCHEMES[self.packed.packing.scheme].format == "int8"
 
     @property
     def _on_cpu(self) -> bool:
@@ -87,60 +103,54 @@ def choose(weights: Sequence[PackedWeight], scale: WeightExpr | None, source: Te
     compensates = any(weight.group for weight in weights)
     if scale is None and method != "awq":
         return Choice("gptq" if compensates else "rtn")
-    matrices = [_Matrix(_some_rows(weight, source, _ROWS), weight) for weight in weights]
-    chosen, least = None, _error(matrices, statistics, None)
+    matrices = _matrices(weights, source, statistics)
+    chosen = None
     if scale is not None and method in ("awq", "best"):
-        for candidate in _candidates(matrices, statistics, scale):
-            error = _error(matrices, statistics, spread(candidate, scale, statistics.width))
-            if error < _GAIN * least:
-                chosen, least = candidate, error
+        chosen = _best_scale(matrices, statistics, scale)
     if method == "awq" or not compensates:
         fits_grids = any(matrix.grid(matrix.w) is not None for matrix in matrices)
         return Choice("awq" if fits_grids or chosen is not None else "rtn", chosen)
     if method == "gptq":
         return Choice("gptq")
-    options = {"gptq": _error(matrices, statistics, None, True)}
+    some = [matrix.some(_COMPENSATED_ROWS) for matrix in matrices]
+    options = {"gptq": sum(_error(some, statistics, None, True))}
     if chosen is not None and scale is not None:
-        options["awq_gptq"] = _error(matrices, statistics, spread(chosen, scale, statistics.width), True)
+        options["awq_gptq"] = sum(_error(some, statistics, spread(chosen, scale, statistics.width), True))
     best = min(options, key=lambda name: options[name])
     return Choice(best, chosen if best == "awq_gptq" else None)
 
 
-def spread(values: np.ndarray, scale: WeightExpr, width: int) -> np.ndarray:
-    """[width]: those of heads that share them, repeated."""
-    if len(values) == width:
-        return values
-    heads = values.reshape(-1, 1, scale.attr("head"))
-    return np.ascontiguousarray(np.broadcast_to(heads, (len(heads), width // len(values), heads.shape[2]))).reshape(-1)
+def _matrices(weights: Sequence[PackedWeight], source: TensorSource, statistics: InputStatistics) -> list[_Matrix]:
+    """In int8 an output's error counts as a part of the output: what is merged, such as q, k and v, differs much in
+    size, and less in what its errors do."""
+    found = [_Matrix(w, np.ones(len(w), np.float32), weight) for weight in weights
+             for w in (_some_rows(weight, source, _ROWS),)]
+    if not all(matrix.is_integer for matrix in found):
+        return found
+    return [replace(matrix, matters=_by_energy(matrix.w, statistics)) for matrix in found]
 
 
-def _gathered(values: np.ndarray, scale: WeightExpr, reduce: Callable[..., np.ndarray]) -> np.ndarray:
-    """[width] -> [heads * head]: the reverse of spread."""
-    if len(values) == scale.shape[0]:
-        return values
-    head = scale.attr("head")
-    groups = values.reshape(scale.shape[0] // head, -1, head)
-    return np.asarray(reduce(groups, axis=1)).reshape(-1)
+def _by_energy(w: np.ndarray, statistics: InputStatistics) -> np.ndarray:
+    energy = _of_weights(w, statistics)
+    return (1 / np.maximum(energy + _LEAST_ENERGY * energy.mean(), 1e-30)).astype(np.float32)
 
 
-def _candidates(matrices: Sequence[_Matrix], statistics: InputStatistics, scale: WeightExpr) -> list[np.ndarray]:
-    rms = np.sqrt(_gathered(np.maximum(statistics.mean_square, 0), scale, np.mean))
-    most = _gathered(statistics.amax, scale, np.max)
-    weight = _gathered(np.maximum.reduce([np.abs(m.w).max(axis=0) for m in matrices]), scale, np.max)
-    found = [rms ** np.float32(power) for power in _POWERS_OF_INPUTS]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        found += [most ** np.float32(share) / weight ** np.float32(1 - share) for share in _SHARES]
-    distinct: dict[bytes, np.ndarray] = {}
-    for values in found:
-        usable = np.isfinite(values) & (values > 0)
-        if not usable.any():
-            continue
-        middle = np.exp(np.log(values[usable]).mean())
-        logs = np.rint(np.log2(np.where(usable, values / middle, 1)))
-        candidate = np.exp2(np.clip(logs, -np.log2(_LARGEST), np.log2(_LARGEST))).astype(np.float32)
-        if (candidate != 1).any():
-            distinct[candidate.tobytes()] = candidate
-    return list(distinct.values())
+def _best_scale(matrices: Sequence[_Matrix], statistics: InputStatistics, scale: WeightExpr) -> np.ndarray | None:
+    """None if no scale is worth it."""
+    integers = all(matrix.is_integer for matrix in matrices)
+    w, matters = (np.concatenate(parts) for parts in zip(*((m.w, m.matters) for m in matrices), strict=True))
+    caution = _CAUTION if integers else 1.0
+
+    def error(values: np.ndarray | None) -> float:
+        full = None if values is None else spread(values, scale, statistics.width)
+        of_inputs, of_weights = _error(matrices, statistics, full)
+        return of_inputs + caution * of_weights
+
+    chosen, least = None, error(None)
+    for candidate in candidates(w, matters, statistics, scale, integers):
+        if (found := error(candidate)) < _GAIN * least:
+            chosen, least = candidate, found
+    return chosen
 
 
 def _some_rows(weight: PackedWeight, source: TensorSource, count: int) -> np.ndarray:
@@ -155,34 +165,39 @@ def _some_rows(weight: PackedWeight, source: TensorSource, count: int) -> np.nda
 
 
 def _error(matrices: Sequence[_Matrix], statistics: InputStatistics, scale: np.ndarray | None,
-           compensated: bool = False) -> float:
-    """Mean square over tokens of the error of the outputs, added up over these."""
-    scaled, total = statistics if scale is None else statistics.scaled(1 / scale), 0.0
+           compensated: bool = False) -> tuple[float, float]:
+    """Mean square over tokens of the error of the outputs, added up over these: what comes of the rounded inputs, and
+    what of the rounded weights."""
+    scaled, of_inputs, of_weights = statistics if scale is None else statistics.scaled(1 / scale), 0.0, 0.0
     for matrix in matrices:
-        some = matrix.w[:: -(-len(matrix.w) // _COMPENSATED_ROWS)] if compensated else matrix.w
-        w = some if scale is None else some * scale
+        w = matrix.w if scale is None else matrix.w * scale
         grid = matrix.grid(w)
-        if grid is None:
-            error = matrix.stored(w) - w
-        else:
+        if grid is not None:
             padded = np.pad(w, ((0, 0), (0, -w.shape[1] % grid.group)))
             moments = scaled.blocks if compensated else (scaled.mean_square,)
             found = round_compensated(padded, grid, feedback(moments, grid.group))
             error = dequantized(*found, grid)[:, :w.shape[1]] - w
-        total += _of_weights(error, scaled) + _of_inputs(matrix, some, statistics, scale)
-    return total
+        elif compensated and matrix.packed.group:
+            error = matrix.stored(w, feedback(scaled.blocks, matrix.packed.group)) - w
+        else:
+            error = matrix.stored(w) - w
+        of_weights += float(_of_weights(error, scaled) @ matrix.matters)
+        of_inputs += _of_inputs(matrix, statistics, scale)
+    return of_inputs, of_weights
 
 
-def _of_weights(error: np.ndarray, statistics: InputStatistics) -> float:
-    """Mean square of what an error of the weights [N, K] does to the outputs, added up."""
-    return sum(float(np.einsum("nk,nk->", error[:, a:b] @ block, error[:, a:b]))
-               for block, (a, b) in zip(statistics.blocks, block_spans(statistics.width), strict=True))
+def _of_weights(error: np.ndarray, statistics: InputStatistics) -> np.ndarray:
+    """Mean square of what an error of the weights [N, K] does to each output, [N]."""
+    total = np.zeros(len(error), np.float32)
+    for block, (a, b) in zip(statistics.blocks, block_spans(statistics.width), strict=True):
+        total += np.einsum("nk,nk->n", error[:, a:b] @ block, error[:, a:b])
+    return np.maximum(total, 0)
 
 
-def _of_inputs(matrix: _Matrix, w: np.ndarray, statistics: InputStatistics, scale: np.ndarray | None) -> float:
+def _of_inputs(matrix: _Matrix, statistics: InputStatistics, scale: np.ndarray | None) -> float:
     x = statistics.rows if scale is None else statistics.rows / scale
     error = matrix.inputs(x) - x
     if not error.any():
         return 0.0
-    outputs = (error if scale is None else error * scale) @ w.T
-    return float(np.square(outputs).sum()) / len(x)
+    outputs = (error if scale is None else error * scale) @ matrix.w.T
+    return float((np.square(outputs) @ matrix.matters).sum()) / len(x)

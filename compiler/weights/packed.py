@@ -46,7 +46,8 @@ class Packing:
 
 RAW = Packing()
 
-_FP8_CHANNELS = 32
+_CHANNELS = 32
+"""Of formats of eight bits with one scale a row."""
 
 Moments = Callable[[int], Sequence[np.ndarray] | None]
 """Number of an expert, 0 for a plain matrix -> second moments of its inputs, f32 [k, k] for each block of channels, or
@@ -115,14 +116,13 @@ class PackedWeight:
             return 0
         if self.packing.layout == ROWS:
             form = GPU_SCHEMES[self.packing.scheme].weights
-            return _FP8_CHANNELS if form.name == "fp8" else form.channels_per_scale if form.bits == 4 else 0
+            return _CHANNELS if form.name in ("fp8", "int8") else form.channels_per_scale if form.bits == 4 else 0
         return BLOCK if SCHEMES[self.packing.scheme].weight_bits == 4 else 0
 
     def make(self, source: TensorSource, moments: Moments | None = None) -> np.ndarray:
         """The blob, u8. Evaluates the expression a piece at a time. Raises what the checkpoint raises.
 
-        moments: of the inputs that meet this matrix; sixteen values are then chosen for these inputs, not for the
-        weights alone.
+        moments: of the inputs that meet this matrix; weights are then rounded for these inputs, not each for itself.
         """
         return self._joined(self.pieces(source, moments))
 

@@ -185,6 +185,8 @@ def compensated_rows(w: np.ndarray, nearest: Callable[[np.ndarray], np.ndarray],
     nearest: float32 [.., N] -> the nearest value of each row's format.
     """
     plain = nearest(w.T).T
+    if not any(block.matrix.size for block in inputs.blocks):  # columns that do not vary together make up for nothing
+        return plain
     padded = np.pad(w, ((0, 0), (0, inputs.width - w.shape[1])))
     found = np.zeros((inputs.width, len(w)), np.float32)
     for block in inputs.blocks:

@@ -129,7 +129,7 @@ class Packed:
 
 
 def pack(w: np.ndarray, format: Format, *, factor: float | None = None, inputs: Feedback | None = None) -> Packed:
-    """Round w float32 [N, K] to nearest, or, fp8 and four bits, for the least error with these inputs.
+    """Round w float32 [N, K] to nearest, or, fp8, int8 and four bits, for the least error with these inputs.
 
     The values of rows are independent, in fp8_block of each 128 of them, but for nvfp4's factor: give it when w is a
     part of the matrix.
@@ -152,7 +152,10 @@ def pack(w: np.ndarray, format: Format, *, factor: float | None = None, inputs: 
         return Packed(format, k, to_e4m3(w / spread(_divisor(scale), w.shape)), scale)
     if format.name == "int8":
         scale = _scale(np.abs(w).max(axis=1), np.float32(127))
-        return Packed(format, k, np.rint(w / _divisor(scale)[:, None]).clip(-127, 127).astype(np.int8), scale)
+        divisor = _divisor(scale)
+        if inputs is not None:
+            w = compensated_rows(w, lambda x: np.rint(x / divisor).clip(-127, 127) * divisor, inputs)
+        return Packed(format, k, np.rint(w / divisor[:, None]).clip(-127, 127).astype(np.int8), scale)
     if format.is_int4:
         return _pack_int4(w, format, inputs)
     assert format.name == "nvfp4" and k % BLOCK == 0, (format, w.shape)

@@ -167,11 +167,12 @@ def test_grids_are_chosen_for_what_matters(grid: GridFormat) -> None:
     assert output_error(fitted, inputs).sum() < 0.6 * output_error(plain, inputs).sum()
 
 
-def test_fp8_by_rows_gains_and_no_row_loses() -> None:
+@pytest.mark.parametrize("form", ["fp8", "int8"])
+def test_eight_bits_by_rows_gain_and_no_row_loses(form: str) -> None:
     w, moment = weights(24, 200), correlated(200)
     inputs = feedback([moment], 32)
-    plain, fitted = (unpack_gpu(pack_gpu(w, FORMATS["fp8"], inputs=given)) - w for given in (None, inputs))
+    plain, fitted = (unpack_gpu(pack_gpu(w, FORMATS[form], inputs=given)) - w for given in (None, inputs))
     before, after = (output_error(np.pad(error, ((0, 0), (0, 24))), inputs) for error in (plain, fitted))
     assert (after <= before * 1.0001).all() and after.sum() < 0.4 * before.sum()
-    again = pack_gpu(w, FORMATS["fp8"], inputs=inputs)
+    again = pack_gpu(w, FORMATS[form], inputs=inputs)
     np.testing.assert_array_equal(unpack_gpu(again) - w, fitted)

@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from ingot.compiler.calibration import gather as module
 from ingot.compiler.calibration.gather import gather
-from ingot.compiler.calibration.statistics import InputStatistics
+from ingot.compiler.calibration.statistics import SAMPLES, InputStatistics
 from ingot.compiler.calibration.streamed import StreamedModel
 from ingot.compiler.checkpoint.open import open_checkpoint
 from ingot.compiler.importer.importer import import_model
@@ -122,3 +122,26 @@ def test_too_many_experts_share_their_statistics(mixtral: Callable[[int], Path],
     found, where = gathered(mixtral(2), prefix=0)
     prefix = "model.layers.0.mlp.experts."
     assert found[where[f"{prefix}down_proj"]].count == 2 * 96 and found[where[f"{prefix}gate_up_proj[1]"]].count < 192
+
+
+def test_a_token_that_is_far_larger_than_others_does_not_decide() -> None:
+    """Its largest values are known all the same."""
+    rows = torch.from_numpy(np.random.default_rng(0).standard_normal((60, 8)).astype(np.float32))
+    rows[0] *= 1000
+    sums = module._Sums.empty(8)
+    sums.add(rows)
+    found, others = sums.means(), rows[1:].square().sum(1)
+    assert found.amax.max() == rows[0].abs().max()
+    limit = 10 * float(rows.square().sum(1).median())
+    assert float(np.trace(found.blocks[0])) * 60 == pytest.approx(float(others.sum()) + limit, rel=1e-4)
+    assert np.square(found.rows).sum(axis=1).max() == pytest.approx(limit, rel=1e-4)
+
+
+def test_first_tokens_are_samples_of_few_windows() -> None:
+    sums = module._Sums.empty(4)
+    for _ in range(20):
+        rows = torch.ones(64, 4)
+        rows[0] = 2
+        sums.add(rows)
+    found = sums.means().rows
+    assert len(found) == SAMPLES and int((found[:, 0] == 2).sum()) == SAMPLES // 64

@@ -25,7 +25,8 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bytes_and_back(width: int) -> None:
     given = statistics(width)
     got = InputStatistics.from_bytes(given.to_bytes())
-    assert got.count == 500 and np.array_equal(got.amax, given.amax) and np.array_equal(got.rows, given.rows)
+    assert got.count == 500 and np.array_equal(got.amax, given.amax)
+    np.testing.assert_allclose(got.rows, given.rows, rtol=2.0 ** -8)
     np.testing.assert_allclose(got.mean_square, given.mean_square, rtol=1e-6)
     for a, b in zip(got.blocks, given.blocks, strict=True):
         root = np.sqrt(np.diagonal(b))
