@@ -54,8 +54,10 @@ def build_auto(request: BuildRequest, build: Callable[[BuildRequest, Progress, B
     try:
         for _ in range(MAX_BUILDS):
             choice = finder.find(increase, margin)
+            size, minimums = choice.groups or (None, None)
             result = build(replace(request, precision=choice.base, layers=choice.layers, output=unproven,
-                                   max_perplexity_increase=None, measure_quality=measured), progress, cache)
+                                   group_size=size, group_minimums=minimums, max_perplexity_increase=None,
+                                   measure_quality=measured), progress, cache)
             if result.quality is None or result.quality.perplexity_increase <= increase:
                 break
             margin *= max(0.3, 0.9 * increase / result.quality.perplexity_increase)
@@ -86,6 +88,8 @@ def _recipe(request: BuildRequest, name: str, choice: Choice, increase: float, r
             "quantization_method": (request.quantization_method, "best"), "compiler": (request.compiler, "zig"),
             "tensor_parallel": (request.tensor_parallel, 1)}
     build |= {key: value for key, (value, usual) in said.items() if value != usual}
+    if choice.groups is not None:
+        build |= dict(zip(("group_size", "group_minimums"), choice.groups, strict=True))
     found = choice.found
     measured = f"the engine's perplexity {result.quality.perplexity_increase:+.2%}" if result.quality else (
         f"measured in simulation: perplexity {found.increase:+.2%}")

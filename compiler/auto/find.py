@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ingot.runtime.errors import RequestError
+from ingot.plugins.linear.gpu_formats import GROUPS
+from ingot.plugins.linear.gpu_schemes import GPU_SCHEMES, regrouped
+from ingot.runtime.errors import RequestError, WorkFailed
 from ingot.runtime.host import available_memory_bytes
 from ingot.runtime.tokenizer import Tokenizer
 
@@ -18,15 +20,18 @@ from ..cache.packed_weights import packed
 from ..cache.tensor_digests import tensor_digests
 from ..calibration.text import CalibrationText, default_text, read_text
 from ..clock import Clock
+from ..ir.graph import Graph
 from ..model_source import CheckpointSource
 from ..passes.pipeline import cpu_pipeline, gpu_pipeline, run_passes
-from ..precision import Precision, find_precision, weight_bits, with_layers
+from ..precision import Precision, default_groups, find_precision, weight_bits, with_groups, with_layers
 from ..quality import Scorer, perplexity, reference_scorer
 from ..quality_gate import NUM_TOKENS, WINDOW, held_out_text
+from ..quality_graph import QuantizedGraph
 from ..reference_model import ReferenceModel
 from ..targets import Target
 from ..tokenizer import CONFIG, TOKENIZER
-from .layers import layers_of
+from .gpu_rounding import GpuRounding, SchemeWeights
+from .layers import layers_of, precision_names
 from .rounded import RoundingErrors, weights_to_calibrate
 from .search import Found, allowed, candidate_schemes, options_of, search
 from .sensitivity import sensitivities
@@ -44,14 +49,20 @@ BYTES_A_PARAMETER = 12
 """Of the model in float32, a window's activations, and the rounding errors of two schemes."""
 
 
+Groups = tuple[int, bool]
+"""Of four-bit integers on GPUs, all layers alike: channels, and whether there are minimums."""
+
+
 @dataclass(frozen=True)
 class Choice:
-    """base: the precision of the layers that are not named in `layers` (pattern -> precision)."""
+    """base: the precision of the layers that are not named in `layers` (pattern -> precision). groups: of four-bit
+    integers, where they are not the default."""
 
     base: str
     layers: dict[str, str]
     found: Found
     warnings: tuple[str, ...]
+    groups: Groups | None = None
 
 
 @dataclass
@@ -68,13 +79,45 @@ class Finder:
     def find(self, max_increase: float, margin: float) -> Choice:
         """Raises RequestError, WorkFailed; see search."""
         self._require_room()
-        options = options_of(self._units, self._losses, self._candidates, self.target)
-        with self.clock.stage("search", f"{len(self._units)} groups of layers, {', '.join(self.schemes)}"):
-            found = search(options, max_increase, margin, self._measure,
-                           lambda line: self.clock.progress("search", line))
-        layers = layers_of(self._units, found.schemes, self.base, self.target,
-                           self.request.layers or {})
-        return Choice(self.base.name, layers, found, tuple(self.warnings))
+        found, refused = [], []
+        for groups in self._variants:
+            try:
+                found.append((groups, self._search(groups, max_increase, margin)))
+            except WorkFailed as error:
+                refused.append(error)
+        if not found:
+            raise refused[0]
+        groups, best = min(found, key=lambda one: one[1].cost.size_bytes)
+        layers = layers_of(self._units, [self._plain.get(scheme, scheme) for scheme in best.schemes], self.base,
+                           self.target, self.request.layers or {})
+        regroups = any(self._plain.get(scheme, scheme) != scheme for scheme in best.schemes)
+        return Choice(self.base.name, layers, best, tuple(self.warnings), groups if regroups else None)
+
+    def _search(self, groups: Groups | None, max_increase: float, margin: float) -> Found:
+        names = [[name for name in known if groups is None or regrouped(name, *groups) == name]
+                 for known in self._candidates]
+        losses = [{name: loss for name, loss in known.items() if name in chosen}
+                  for known, chosen in zip(self._losses, names, strict=True)]
+        options = options_of(self._units, losses, names, self.target)
+        schemes = dict.fromkeys(name for chosen in names for name in chosen)
+        with self.clock.stage("search", f"{len(self._units)} groups of layers, {', '.join(schemes)}"):
+            return search(options, max_increase, margin, self._measure,
+                          lambda line: self.clock.progress("search", line))
+
+    @cached_property
+    def _variants(self) -> list[Groups | None]:
+        """Groups of four-bit integers to search with, the whole model alike: as many channels as there can be, and as
+        few, with minimums."""
+        gpu = self.target.gpu
+        if gpu is None or not any(GPU_SCHEMES[scheme].weights.is_int4 for scheme in self.schemes):
+            return [None]
+        return [default_groups(), default_groups(min(GROUPS))]
+
+    @cached_property
+    def _plain(self) -> dict[str, str]:
+        """Scheme with other groups than the default -> scheme of the precision that it belongs to."""
+        return {regrouped(scheme, *groups): scheme for groups in self._variants if groups is not None
+                for scheme in self.schemes}
 
     @cached_property
     def base(self) -> Precision:
@@ -88,12 +131,16 @@ class Finder:
 
     @cached_property
     def _units(self) -> list[Unit]:
-        facts = self.source.facts(self.cache)
-        with self.clock.stage("import", f"{self.source.name}: {facts.architecture}"):
-            graph, _ = self.source.graph(facts, self._longest, self.cache)
         passes = (cpu_pipeline if self.target.gpu is None else gpu_pipeline)(self.base, self.base.kv)
         before = [name for name, _ in passes].index("assign_precision")
-        return find_units(run_passes(graph, passes[:before]))
+        return find_units(run_passes(self._graph, passes[:before]))
+
+    @cached_property
+    def _graph(self) -> Graph:
+        """As it is imported."""
+        facts = self.source.facts(self.cache)
+        with self.clock.stage("import", f"{self.source.name}: {facts.architecture}"):
+            return self.source.graph(facts, self._longest, self.cache)[0]
 
     @cached_property
     def _longest(self) -> int:
@@ -102,10 +149,12 @@ class Finder:
 
     @cached_property
     def _candidates(self) -> list[list[str]]:
-        """Schemes of each unit."""
+        """Schemes of each unit, in all variants."""
         base = with_layers(self.base, self.request.layers or {}, self.target.gpu)
-        return [allowed(unit, self.schemes, base) if unit.role != "experts" else [base.layer_scheme(
+        plain = [allowed(unit, self.schemes, base) if unit.role != "experts" else [base.layer_scheme(
             unit.names, unit.role)] for unit in self._units]
+        return [list(dict.fromkeys(scheme if groups is None else regrouped(scheme, *groups)
+                                   for groups in self._variants for scheme in names)) for names in plain]
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
@@ -126,16 +175,42 @@ class Finder:
 
     @cached_property
     def _errors(self) -> RoundingErrors:
-        checkpoint, calibration = self.source.checkpoint, Calibration()
-        digests = tensor_digests(checkpoint, self.cache)
-        if self.request.rounding.method != "rtn":
+        checkpoint, calibration, on_gpu = self.source.checkpoint, Calibration(), None
+        digests, method = tensor_digests(checkpoint, self.cache), self.request.rounding.method
+        if method != "rtn":
             with self.clock.stage("calibrate", "rounding errors of the weights"):
                 inputs = InputsOfModel(checkpoint, digests, self.source.facts(self.cache).tokenizer, self._text,
                                        self.cache, lambda detail: self.clock.progress("calibrate", detail))
-                calibration = calibrated(checkpoint, weights_to_calibrate(self._units, self._candidates), inputs)
-        self.warnings += calibration.warnings
+                if self.target.gpu is None:
+                    calibration = calibrated(checkpoint, weights_to_calibrate(self._units, self._candidates), inputs,
+                                             method)
+                    self.warnings += calibration.warnings
+                else:
+                    on_gpu = self._on_gpu(inputs, method)
         return RoundingErrors(checkpoint, self.target, lambda weight: packed(weight, checkpoint, digests, calibration,
-                                                                             self.cache))
+                                                                             self.cache), on_gpu)
+
+    def _on_gpu(self, inputs: InputsOfModel, method: str) -> GpuRounding:
+        """Of every scheme of the target that rounds to fewer than sixteen bits: all layers as an engine of its
+        precision has them."""
+        found = {}
+        names = precision_names(self.target)
+        for scheme in dict.fromkeys(scheme for known in self._candidates for scheme in known):
+            name = names.get(self._plain.get(scheme, scheme), "")
+            if weight_bits(scheme) >= 16 or not name:
+                continue
+            precision = find_precision(name, self.target.gpu)
+            if GPU_SCHEMES[scheme].weights.is_int4:
+                form = GPU_SCHEMES[scheme].weights
+                precision = with_groups(precision, form.channels_per_scale, form.minimum)
+            graph = run_passes(self._graph, gpu_pipeline(precision, precision.kv))
+            weights = [weight for weight in QuantizedGraph(graph, True).weights if len(weight.expr.shape) == 2]
+            calibration = calibrated(self.source.checkpoint, weights, inputs, method,
+                                     lambda detail, scheme=scheme: self.clock.progress(  # type: ignore[misc]
+                                         "calibrate", f"{scheme}, {detail}"))
+            self.warnings += [warning for warning in calibration.warnings if warning not in self.warnings]
+            found[scheme] = SchemeWeights(weights, calibration)
+        return GpuRounding(self.source.checkpoint, found, self._units)
 
     @cached_property
     def _losses(self) -> list[dict[str, float]]:

@@ -15,6 +15,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..targets import Target
 from ..weights.evaluate import evaluate
 from ..weights.packed import PackedWeight, Packing
+from .gpu_rounding import GpuRounding
 from .units import Unit
 
 if TYPE_CHECKING:
@@ -28,15 +29,17 @@ def input_kind(scheme: str, target: Target) -> str:
     return f"int8 in {SCHEMES[scheme].act_group}" if SCHEMES[scheme].is_integer else ""
 
 
-def rounded_inputs(x: torch.Tensor, scheme: str, target: Target) -> torch.Tensor:
-    """x f32 [.., K] as the kernels of the scheme see it."""
+def rounded_inputs(x: torch.Tensor, scheme: str, target: Target, scale: np.ndarray | None = None) -> torch.Tensor:
+    """x f32 [.., K] as the kernels of the scheme see it. scale: what it is divided by before, on GPUs."""
     import torch
 
     if not input_kind(scheme, target):
         return x
     rows = x.reshape(-1, x.shape[-1]).numpy()
     if target.gpu is not None:
-        return torch.from_numpy(GPU_SCHEMES[scheme].inputs(rows)).reshape(x.shape)
+        chosen = GPU_SCHEMES[scheme]
+        values = chosen.inputs(rows) if scale is None else chosen.inputs(rows / scale) * scale
+        return torch.from_numpy(values).reshape(x.shape)
     q, scale = quantize_values(rows, SCHEMES[scheme])
     values = (q.reshape(*scale.shape, BLOCK) * scale[..., None]).reshape(len(rows), -1)[:, :rows.shape[1]]
     return torch.from_numpy(np.ascontiguousarray(values)).reshape(x.shape)
@@ -48,10 +51,11 @@ class RoundingErrors:
     Made when first asked for, and kept: two bytes a weight and scheme, besides the model.
     """
 
-    def __init__(self, checkpoint: Checkpoint, target: Target,
-                 pack: Callable[[PackedWeight], np.ndarray]) -> None:
-        """pack: the blob of a weight for a CPU, with what calibration knows of its inputs."""
-        self._checkpoint, self._target, self._pack = checkpoint, target, pack
+    def __init__(self, checkpoint: Checkpoint, target: Target, pack: Callable[[PackedWeight], np.ndarray],
+                 on_gpu: GpuRounding | None = None) -> None:
+        """pack: the blob of a weight for a CPU, with what calibration knows of its inputs. on_gpu: likewise for GPUs,
+        where weights are else rounded to nearest."""
+        self._checkpoint, self._target, self._pack, self._on_gpu = checkpoint, target, pack, on_gpu
         self._known: dict[tuple[str, str], torch.Tensor | None] = {}
 
     def get(self, unit: Unit, scheme: str) -> torch.Tensor | None:
@@ -60,18 +64,23 @@ class RoundingErrors:
             self._known[key] = self._make(unit, scheme)
         return self._known[key]
 
+    def scale(self, unit: Unit, scheme: str) -> np.ndarray | None:
+        """Of the unit's inputs, see rounded_inputs."""
+        return None if self._on_gpu is None else self._on_gpu.scale(unit, scheme)
+
     def _make(self, unit: Unit, scheme: str) -> torch.Tensor | None:
         import torch
 
         if self._target.gpu is None and SCHEMES[scheme].weight_bits == 32:
             return None
-        plain = evaluate(unit.weight, self._checkpoint)
-        if self._target.gpu is None:
-            n, k = plain.shape
-            stored = unpack(self._pack(packed_weight(unit, scheme)), n, k, SCHEMES[scheme])
-        else:
-            stored = GPU_SCHEMES[scheme].stored(plain)
-        error = torch.from_numpy(stored - plain)
+        found = None if self._on_gpu is None else self._on_gpu.error(unit, scheme)
+        if found is None:
+            plain = evaluate(unit.weight, self._checkpoint)
+            if self._target.gpu is None:
+                found = unpack(self._pack(packed_weight(unit, scheme)), *plain.shape, SCHEMES[scheme]) - plain
+            else:
+                found = GPU_SCHEMES[scheme].stored(plain) - plain
+        error = torch.from_numpy(found)
         return error.to(torch.bfloat16) if error.count_nonzero() else None
 
 

@@ -53,8 +53,11 @@ def sensitivities(reference: ReferenceModel, units: Sequence[Unit], schemes: Seq
             rounded: dict[str, tuple[torch.Tensor, Any]] = {"": (x, 0)}
             for scheme in schemes[number]:
                 kind = "" if part.kind == "embedding" else input_kind(scheme, target)
+                scale = errors.scale(units[number], scheme) if kind else None
+                if scale is not None:
+                    kind = scheme
                 if kind not in rounded:
-                    seen = rounded_inputs(x, scheme, target)
+                    seen = rounded_inputs(x, scheme, target, scale)
                     rounded[kind] = seen, (gradient * part.by_inputs(seen - x)).sum(-1)
                 seen, total = rounded[kind]
                 if (error := errors.get(units[number], scheme)) is not None:

@@ -35,13 +35,14 @@ def rounded(reference: ReferenceModel, units: Sequence[Unit], schemes: Sequence[
                     weight.add_(rows.T if part.kind == "transposed" else rows)
                     changed.add(weight.data_ptr())
                 if part.kind != "embedding" and input_kind(scheme, target):
-                    stack.callback(part.module.register_forward_pre_hook(_rounding(scheme, target)).remove)
+                    entry = _rounding(scheme, target, errors.scale(unit, scheme))
+                    stack.callback(part.module.register_forward_pre_hook(entry).remove)
         yield lambda tokens: [reference.logits(tokens)]
 
 
-def _rounding(scheme: str, target: Target) -> Callable[..., Any]:
+def _rounding(scheme: str, target: Target, scale: np.ndarray | None) -> Callable[..., Any]:
     def enter(module: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (rounded_inputs(inputs[0], scheme, target), *inputs[1:])
+        return (rounded_inputs(inputs[0], scheme, target, scale), *inputs[1:])
     return enter
 
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,18 @@ import pytest
 from ingot.compiler import quality_gate
 from ingot.compiler.auto import find
 from ingot.compiler.auto.find import Finder
+from ingot.compiler.auto.layers import precision_names
 from ingot.compiler.auto.simulate import rounded, windows_of
 from ingot.compiler.build import BuildRequest, build
 from ingot.compiler.clock import Clock
 from ingot.compiler.compare import kl_divergence
 from ingot.compiler.model_source import open_checkpoint_source
+from ingot.compiler.passes.pipeline import gpu_pipeline, run_passes
+from ingot.compiler.precision import find_precision
+from ingot.compiler.quality_graph import QuantizedGraph
 from ingot.compiler.recipe.read import read_recipe
 from ingot.compiler.targets import find_target
+from ingot.plugins.linear.gpu_schemes import GPU_SCHEMES
 from ingot.runtime.engine import Engine
 from ingot.runtime.engine_file import EngineFile
 from ingot.runtime.errors import RequestError, WorkFailed
@@ -87,6 +93,43 @@ def test_the_simulation_is_the_engine(finder: Callable[[str], Finder], speaking_
     with rounded(found._reference, found._units, schemes, found.target, found._errors) as score:
         simulated = next(iter(score(ids)))
     assert np.linalg.norm(got - simulated) < 0.2 * np.linalg.norm(got - exact)
+
+
+def test_the_simulation_is_the_calibrated_graph_of_a_gpu(speaking_checkpoint: Path) -> None:
+    """Merged, scaled by their inputs' and outputs' channels, rounded with compensation: all taken back to the model's
+    own matrices. Where a sum of floats ends in another last bit a rounded input may end a step further."""
+    asked = replace(request(speaking_checkpoint, Path("unused.engine"), "h200"), calibrate=True)
+    source = open_checkpoint_source(str(speaking_checkpoint), None)
+    found = Finder(asked, source, find_target("h200"), Clock(lambda stage, detail: None), None)
+    on_gpu, ids = found._errors._on_gpu, list(range(5, 90, 3))
+    assert on_gpu is not None
+    exact = found._reference.logits(ids)
+    for scheme in ("int8_token", "int4_g128m", "fp8"):
+        known = on_gpu._schemes[scheme]
+        assert known.calibration.choices and (known.calibration.scales or scheme != "int8_token")
+        precision = find_precision(precision_names(found.target)[scheme], found.target.gpu)
+        graph = QuantizedGraph(run_passes(found._graph, gpu_pipeline(precision, "fp32")), True)
+        engine = next(iter(graph.scorer(source.checkpoint, known.calibration)(ids)))
+        schemes = [precision.scheme(unit.role) for unit in found._units]
+        with rounded(found._reference, found._units, schemes, found.target, found._errors) as score:
+            simulated = next(iter(score(ids)))
+        assert np.linalg.norm(engine - simulated) < 0.35 * np.linalg.norm(engine - exact), scheme
+
+
+@pytest.mark.parametrize(("loses", "groups"), [("g32m", None), ("", (32, True))])
+def test_groups_of_four_bits_are_found_for_the_whole_model(finder: Callable[[str], Finder], loses: str,
+                                                           groups: tuple[int, bool] | None,
+                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those with which the budget is kept: loses is the end of the names that do not."""
+    found = finder("h200")
+    monkeypatch.setattr(Finder, "_losses", [dict.fromkeys(names, 1e-4) | {"fp32": 0.0} for names in found._candidates])
+    bad = {scheme for names in found._candidates for scheme in names if GPU_SCHEMES[scheme].weights.is_int4
+           and scheme.endswith("g32m") == (loses == "g32m")}
+    assert len(bad) == 2
+    monkeypatch.setattr(Finder, "_measure", lambda self, schemes: 1.0 * sum(scheme in bad for scheme in schemes))
+    choice = found.find(0.01, 0.9)
+    assert choice.groups == groups and not bad & set(choice.found.schemes)
+    assert all(precision in found.target.precisions for precision in choice.layers.values())
 
 
 def test_windows_are_spread_over_the_text() -> None:
