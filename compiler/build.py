@@ -76,7 +76,7 @@ class BuildRequest:
                      a machine that can run it
     measure_quality  run the engine over a held-out text and record how far it is from the model; needs a machine that
                      can run it
-    max_perplexity_increase, min_top1_agreement  measure, and fail if the engine is worse; see Gate
+    max_perplexity_increase, min_top1_agreement, max_kl_divergence  measure, and fail if the engine is worse; see Gate
     layers           pattern of names of layers -> precision of those that match; see with_layers
     group_size, group_minimums  of four-bit integers on GPUs; see with_groups. If neither is said, weights that the
                      checkpoint holds in such groups keep theirs
@@ -107,6 +107,7 @@ class BuildRequest:
     measure_quality: bool = False
     max_perplexity_increase: float | None = None
     min_top1_agreement: float | None = None
+    max_kl_divergence: float | None = None
     layers: Mapping[str, str] | None = None
     group_size: int | None = None
     group_minimums: bool | None = None
@@ -116,7 +117,7 @@ class BuildRequest:
     @property
     def gate(self) -> Gate:
         """Raises RequestError for figures that mean nothing."""
-        return Gate(self.max_perplexity_increase, self.min_top1_agreement)
+        return Gate(self.max_perplexity_increase, self.min_top1_agreement, self.max_kl_divergence)
 
     @property
     def rounding(self) -> Rounding:

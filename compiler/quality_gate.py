@@ -35,10 +35,12 @@ def held_out_text() -> str:
 
 @dataclass(frozen=True)
 class Gate:
-    """max_perplexity_increase: 0.01 for one per cent. min_top1_agreement: 0 to 1. None: not asked."""
+    """max_perplexity_increase: 0.01 for one per cent. min_top1_agreement: 0 to 1. max_kl_divergence: nats. None: not
+    asked."""
 
     max_perplexity_increase: float | None = None
     min_top1_agreement: float | None = None
+    max_kl_divergence: float | None = None
 
     def __post_init__(self) -> None:
         """Raises RequestError for figures that mean nothing."""
@@ -48,10 +50,13 @@ class Gate:
         if self.min_top1_agreement is not None and not 0 <= self.min_top1_agreement <= 1:
             raise RequestError(f"the least agreement of best tokens is {self.min_top1_agreement}; expected 0 to 1, "
                                "such as 0.97")
+        if self.max_kl_divergence is not None and not 0 <= self.max_kl_divergence < math.inf:
+            raise RequestError(f"the largest KL divergence is {self.max_kl_divergence}; expected 0 or more nats, such "
+                               "as 0.005")
 
     @property
     def is_set(self) -> bool:
-        return (self.max_perplexity_increase, self.min_top1_agreement) != (None, None)
+        return (self.max_perplexity_increase, self.min_top1_agreement, self.max_kl_divergence) != (None, None, None)
 
 
 @dataclass(frozen=True)
@@ -113,6 +118,9 @@ class Quality:
         if least is not None and not self.top1_agreement >= least:
             found.append(f"its best next token is the checkpoint's for {self.top1_agreement:.2%} of the tokens; at "
                          f"least {least:.2%} was asked for")
+        if gate.max_kl_divergence is not None and not self.kl_divergence <= gate.max_kl_divergence:
+            found.append(f"the KL divergence of its predictions is {self.kl_divergence:.3g} nats; at most "
+                         f"{gate.max_kl_divergence:.3g} was asked for")
         if found:
             layers = ", ".join(f"{layer.name} ({layer.error:.2%})" for layer in self.worst_layers)
             raise WorkFailed(f"{what} is not good enough: {'; '.join(found)}.\n  No engine was written. The layers "

@@ -76,6 +76,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--min-top1-agreement", type=share, metavar="SHARE",
                         help="measure, and fail without an engine if fewer of its best next tokens are the "
                         "checkpoint's, such as 0.97")
+    parser.add_argument("--max-kl-divergence", type=float, metavar="NATS",
+                        help="measure, and fail without an engine if its predictions diverge further from the "
+                        "checkpoint's, such as 0.005: steadier than perplexity over a short text")
     parser.add_argument("--no-cache", dest="cache", action="store_false",
                         help="make everything anew and keep nothing for later builds")
     parser.add_argument("--jobs", type=int, metavar="N", help="with --recipe: builds at a time (default: as many as "
@@ -104,7 +107,7 @@ def layer(text: str) -> tuple[str, str]:
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Those that a recipe leaves open, or that go before it, for all of its builds."""
     names = ("dry_run", "force", "strip_weights", "store", "self_test", "measure_quality", "max_perplexity_increase",
-             "min_top1_agreement")
+             "min_top1_agreement", "max_kl_divergence")
     return {name: getattr(arguments, name) for name in names}
 
 

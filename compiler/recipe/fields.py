@@ -48,6 +48,7 @@ QUALITY: Mapping[str, Field] = {
     "max_perplexity_increase": Field("share", "Fail if its perplexity is further above the model's: 0.01 for one per "
                                      "cent."),
     "min_top1_agreement": Field("share", "Fail if it agrees less often with the model on the most probable token."),
+    "max_kl_divergence": Field("share", "Fail if its predictions diverge further from the model's, in nats: 0.005."),
 }
 _SHARED: Mapping[str, Field] = {
     "limits": Field("object", "What an engine is made for; the defaults are those of ingot build.", fields=LIMITS),

@@ -108,7 +108,9 @@ def test_a_gate_that_cannot_be_kept_leaves_nothing(speaking_checkpoint: Path, tm
 
 
 def test_what_a_gate_asks() -> None:
-    QUALITY.require(Gate(0.03, 0.95), "x")
+    QUALITY.require(Gate(0.03, 0.95, 0.01), "x")
+    with pytest.raises(WorkFailed, match=r"KL divergence of its predictions is 0\.01 nats; at most 0\.005 was asked for"):
+        QUALITY.require(Gate(max_kl_divergence=0.005), "x")
     with pytest.raises(WorkFailed) as error:
         QUALITY.require(Gate(0.02, 0.97), "x.engine")
     assert str(error.value).startswith(
@@ -121,8 +123,9 @@ def test_what_a_gate_asks() -> None:
         replace(QUALITY, perplexity_increase=float("nan")).require(Gate(0.5), "x")
 
 
-@pytest.mark.parametrize("gate", [(-0.1, None), (float("nan"), None), (None, 1.1), (None, float("nan"))])
-def test_figures_that_mean_nothing(gate: tuple[float | None, float | None]) -> None:
+@pytest.mark.parametrize("gate", [(-0.1, None), (float("nan"), None), (None, 1.1), (None, float("nan")),
+                                  (None, None, -1.0), (None, None, float("nan"))])
+def test_figures_that_mean_nothing(gate: tuple[float | None, ...]) -> None:
     with pytest.raises(RequestError, match="expected 0"):
         Gate(*gate)
 

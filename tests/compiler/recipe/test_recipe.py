@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from ingot.compiler.build import BuildRequest, build
+from ingot.compiler.quality_gate import Gate
 from ingot.compiler.recipe.fields import BadRecipe
 from ingot.compiler.recipe.read import read_recipe
 from ingot.compiler.recipe.schema import json_schema, schema_text
@@ -52,10 +53,11 @@ def test_files_are_relative_to_the_recipe(tmp_path: Path) -> None:
 def test_gates(tmp_path: Path) -> None:
     """A build's go over the recipe's, the command line's over both."""
     recipe = read_recipe(written(tmp_path, {
-        "model": "org/tiny", "quality": {"measure": True, "min_top1_agreement": 0.9},
+        "model": "org/tiny", "quality": {"measure": True, "min_top1_agreement": 0.9, "max_kl_divergence": 0.02},
         "builds": [{"targets": ["cpu:x86-64-v3"], "precisions": ["int8"], "quality": {"min_top1_agreement": 0.8}}]}))
     request, = recipe.requests(tmp_path, max_perplexity_increase=None)
     assert (request.measure_quality, request.min_top1_agreement, request.max_perplexity_increase) == (True, 0.8, None)
+    assert request.gate == Gate(None, 0.8, 0.02)
     request, = recipe.requests(tmp_path, min_top1_agreement=0.95)
     assert request.min_top1_agreement == 0.95
 
