@@ -8,7 +8,8 @@ forms of GPUs are the last graph of their build in numpy, with every matrix and 
 them (compiler/quality_graph.py). All are held against transformers in float32 on the held-out text. With
 --llama-perplexity the table ends with llama.cpp's own figures for GGUF files, by its own protocol.
 
--o keeps what was measured; rows that stand there for the same text and tokens are not measured again.
+-o keeps what was measured, row by row; rows that stand there for the same text and tokens are not measured again. A row
+that cannot be measured is told, and the others go on; the exit status is 1 then.
 """
 from __future__ import annotations
 
@@ -28,14 +29,17 @@ from typing import Any
 
 import numpy as np
 
+from ingot.compiler.auto.find import Finder
+from ingot.compiler.auto.search import MARGIN
 from ingot.compiler.build import BuildRequest, build
 from ingot.compiler.cache.build_cache import BuildCache
 from ingot.compiler.cache.calibration import Calibration, InputsOfModel, calibrated
 from ingot.compiler.cache.tensor_digests import tensor_digests
 from ingot.compiler.calibration.text import default_text
+from ingot.compiler.clock import Clock
 from ingot.compiler.model_source import open_checkpoint_source
 from ingot.compiler.passes.pipeline import gpu_pipeline, run_passes
-from ingot.compiler.precision import find_precision, with_groups
+from ingot.compiler.precision import AUTO, Precision, find_precision, with_groups, with_layers
 from ingot.compiler.quality import Scorer, engine_scorer, reference_scorer
 from ingot.compiler.quality_gate import QualitySums, held_out_text, increase_text
 from ingot.compiler.quality_graph import QuantizedGraph
@@ -52,8 +56,11 @@ WINDOW = 256
 
 @dataclass(frozen=True)
 class Row:
-    """A precision on a target; method: how its four bits are rounded, see calibration.record.METHODS; groups: of four
-    bits on GPUs, channels and whether with minimums, see precision.with_groups."""
+    """A precision on a target.
+
+    method   how weights are rounded, see calibration.record.METHODS
+    groups   of four-bit integers on GPUs: channels, and whether there are minimums; see precision.with_groups
+    """
 
     label: str
     target: str
@@ -65,6 +72,12 @@ class Row:
     def is_graph(self) -> bool:
         return find_target(self.target).gpu is not None
 
+    @property
+    def budget(self) -> float | None:
+        """Of precision auto."""
+        return next(value for text, value in _BUDGETS.items() if f"at {text}," in self.label) \
+            if self.precision == AUTO else None
+
 
 ROWS = (
     Row("fp32, CPU", "cpu", "fp32"), Row("bf16, CPU", "cpu", "bf16"), Row("int8, CPU", "cpu", "int8"),
@@ -72,7 +85,7 @@ ROWS = (
     Row("bf16, GPU", "h200", "bf16"),
     Row("fp8 to nearest, GPU", "h200", "fp8", "rtn"), Row("fp8 GPTQ, GPU", "h200", "fp8"),
     *(Row(f"int8 {name}, GPU", "h200", "int8", method) for method, name in (
-        ("rtn", "to nearest"), ("best", "SmoothQuant"))),
+        ("rtn", "to nearest"), ("awq", "SmoothQuant"), ("best", "best"))),
     *(Row(f"{precision} {name}, GPU", target, precision, method)
       for precision, target in (("int4", "h200"), ("w4a8", "h200"), ("nvfp4", "b200"))
       for method, name in (("rtn", "to nearest"), ("awq", "AWQ"), ("gptq", "GPTQ"), ("best", "best"))),
@@ -80,7 +93,10 @@ ROWS = (
           "best", (size, minimums))
       for precision, target in (("int4", "h200"), ("w4a8", "h200"), ("w4a8", "a100"))
       for size in (128, 32) for minimums in (False, True)),
+    Row("auto at 1 %, CPU", "cpu", AUTO), Row("auto at 1 %, GPU", "h200", AUTO),
+    Row("auto at 0.5 %, GPU", "h200", AUTO),
 )
+_BUDGETS = {"1 %": 0.01, "0.5 %": 0.005}
 
 
 @dataclass(frozen=True)
@@ -161,14 +177,13 @@ class Model:
         output = Path(self.folder.name, "x.engine")
         result = build(BuildRequest(str(self.checkpoint.path), row.target, row.precision, output, force=True,
                                     max_batch_size=1, max_num_tokens=WINDOW, max_seq_len=WINDOW,
-                                    quantization_method=row.method),
+                                    quantization_method=row.method, max_perplexity_increase=row.budget),
                        lambda stage, detail: self.progress.show(f"{row.label}: {stage} {detail}"), self.cache)
         with Engine.load(output, kv_cache_tokens=WINDOW) as engine:
             return self.measure(row.label, engine_scorer(engine), result.manifest["memory"]["weights_bytes"])
 
     def _graph(self, row: Row) -> Measured:
-        target = find_target(row.target)
-        precision = with_groups(find_precision(row.precision, target.gpu), *row.groups)
+        precision = self._precision(row)
         imported, _ = self.source.graph(self.facts, WINDOW, self.cache)
         quantized = QuantizedGraph(run_passes(imported, gpu_pipeline(precision, precision.kv)), True)
         calibration = Calibration()
@@ -177,6 +192,21 @@ class Model:
         score = quantized.scorer(self.checkpoint, calibration,
                                  lambda detail: self.progress.show(f"{row.label}: {detail}"))
         return self.measure(row.label, score, quantized.size_bytes)
+
+    def _precision(self, row: Row) -> Precision:
+        """Of a GPU."""
+        target, groups = find_target(row.target), row.groups
+        if row.precision != AUTO:
+            precision = find_precision(row.precision, target.gpu)
+        else:
+            asked = BuildRequest(str(self.checkpoint.path), row.target, AUTO, max_batch_size=1, max_num_tokens=WINDOW,
+                                 max_seq_len=WINDOW)
+            clock = Clock(lambda stage, detail: self.progress.show(f"{row.label}: {stage} {detail}"))
+            assert row.budget is not None
+            found = Finder(asked, self.source, target, clock, self.cache).find(row.budget, MARGIN)
+            precision = with_layers(find_precision(found.base, target.gpu), found.layers, target.gpu)
+            groups = found.groups or groups
+        return with_groups(precision, *groups)
 
     def inputs(self) -> InputsOfModel:
         if self._inputs is None:
@@ -230,9 +260,10 @@ def main() -> int:
     rows = [row for row in ROWS if any(fnmatchcase(row.label, pattern) for pattern in arguments.rows)]
     if not rows:
         parser.error(f"no row matches; there are: {'; '.join(row.label for row in ROWS)}")
+    failed = 0
     try:
         for name in arguments.models:
-            _model(name, rows, text, arguments)
+            failed += _model(name, rows, text, arguments)
         if arguments.llama_perplexity is not None:
             with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
                 file.write(text)
@@ -242,18 +273,25 @@ def main() -> int:
     except IngotError as error:
         print(f"quality_table: {error}", file=sys.stderr)
         return error.exit_status
-    return 0
+    return 1 if failed else 0
 
 
-def _model(name: str, rows: Sequence[Row], text: str, arguments: argparse.Namespace) -> None:
-    progress = Progress(True)
+def _model(name: str, rows: Sequence[Row], text: str, arguments: argparse.Namespace) -> int:
+    """How many rows could not be measured."""
+    failed, progress = 0, Progress(True)
     model = Model(_place(name), arguments.tokens, text, BuildCache(), progress)
     known = _known(arguments.output)
     entry = known.setdefault(f"{name} {model.text_sha256[:16]}", {})
     for label, measure in (("transformers, fp32", model.reference),
                            *((row.label, lambda row=row: model.row(row)) for row in rows)):
         if label not in entry:
-            entry[label] = asdict(measure())
+            try:
+                entry[label] = asdict(measure())
+            except IngotError as error:  # the other rows do not depend on it
+                progress.clear()
+                print(f"quality_table: {name}, {label}: {error}", file=sys.stderr, flush=True)
+                failed += 1
+                continue
             if arguments.output is not None:
                 arguments.output.write_text(json.dumps(known, indent=1) + "\n")
             progress.clear()
@@ -261,6 +299,7 @@ def _model(name: str, rows: Sequence[Row], text: str, arguments: argparse.Namesp
     progress.clear()
     print(f"{name}: {len(model.tokens)} tokens (SHA-256 {model.text_sha256[:16]}…) in windows of {WINDOW}")
     print(table([Measured(**cells).cells() for cells in entry.values()], HEADS))
+    return failed
 
 
 if __name__ == "__main__":

@@ -4,9 +4,14 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+from ingot.compiler.auto.cost import Cost
+from ingot.compiler.auto.find import Choice, Finder
+from ingot.compiler.auto.search import Found
+from ingot.runtime.errors import WorkFailed
 from tools import quality_table
 from tools.quality_table import llama_rows
 
@@ -34,6 +39,26 @@ def test_forms_of_gpus(speaking_checkpoint: Path, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(quality_table.Model, "row", lambda self, row: pytest.fail("measured again"))
     assert run(monkeypatch, *words) == 0
     assert capsys.readouterr().out == printed and "96 tokens" in printed
+
+
+def test_auto_on_a_gpu_and_a_row_that_fails(speaking_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                            capsys: pytest.CaptureFixture[str]) -> None:
+    """What is found is measured as its graph; a failure is told, and the next row measured all the same."""
+    choice = Choice("int4", {"model.layers.0.*": "bf16"}, Found((), 0.0, 0.0, Cost(0, 0.0), ()), (), (32, True))
+    monkeypatch.setattr(quality_table, "WINDOW", 32)
+    monkeypatch.setattr(Finder, "find", lambda self, increase, margin: choice if increase == 0.01 else fail())
+
+    def fail() -> NoReturn:
+        raise WorkFailed("no choice of precisions keeps it")
+    text, output = tmp_path / "text.txt", tmp_path / "table.json"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 5)
+    assert run(monkeypatch, speaking_checkpoint, "--text", text, "--tokens", 64, "-o", output, "--rows",
+               "int4 to nearest, GPU", "auto at*GPU") == 1
+    entry, = json.loads(output.read_text()).values()
+    plain, auto = entry["int4 to nearest, GPU"], entry["auto at 1 %, GPU"]
+    assert auto["num_bytes"] > plain["num_bytes"] and auto["kl_divergence"] < plain["kl_divergence"]
+    assert "auto at 0.5 %, GPU" not in entry
+    assert "auto at 0.5 %, GPU: no choice of precisions keeps it" in capsys.readouterr().err
 
 
 def test_llama(tmp_path: Path) -> None:
