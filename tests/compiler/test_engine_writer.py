@@ -293,7 +293,7 @@ def test_what_is_synced_beside_is_the_same_file(tmp_path: Path, monkeypatch: pyt
     with EngineWriter(tmp_path / "plain.engine") as writer:
         fill(writer)
     monkeypatch.setattr(engine_writer, "_SYNC_BYTES", 1)
-    synced = []
+    synced: list[int] = []
     monkeypatch.setattr(engine_writer.os, "fdatasync", synced.append)
     with EngineWriter(tmp_path / "x.engine") as writer:
         fill(writer)

@@ -5,7 +5,7 @@ import hashlib
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import count
 
 import numpy as np
@@ -75,7 +75,7 @@ def test_blobs_ahead_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     def jobs() -> list[Job[int]]:
         return [job(0, 40), job(1, 40), job(2, 40), job(3, 400), job(4, 40)]
 
-    def counted() -> object:
+    def counted() -> Iterator[Job[int]]:
         nonlocal started
         for each in jobs():
             started = next(asked)
@@ -83,7 +83,7 @@ def test_blobs_ahead_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
     seen = []
     with workers(2) as pool:
-        for number, _ in blobs_in_order(counted(), pool):  # type: ignore[arg-type]
+        for number, _ in blobs_in_order(counted(), pool):
             seen.append((number, started))
     # Of what has been asked for the last one waits for its turn.
     assert seen == [(0, 3), (1, 4), (2, 4), (3, 5), (4, 5)]

@@ -100,7 +100,7 @@ ROUTERS: list[dict[str, Any]] = [
 def test_routers(interpreter: Interpreter, case: dict[str, Any]) -> None:
     """Norm, matrix and choice in one launch; what others read of the norm is that of the norm's own launch."""
     rng = np.random.default_rng(1)
-    wanted = {"experts": 20, "choices": 3, "k": 512, "scores": "softmax", "normalise": True} | case
+    wanted: dict[str, Any] = {"experts": 20, "choices": 3, "k": 512, "scores": "softmax", "normalise": True} | case
     splits, block = wanted.pop("splits", 1), wanted.pop("tokens", 16)
     p = Routing(**wanted)
     where = device("sm_100a")
