@@ -79,7 +79,8 @@ class Finder:
     def find(self, max_increase: float, margin: float) -> Choice:
         """Raises RequestError, WorkFailed; see search."""
         self._require_room()
-        found, refused = [], []
+        found: list[tuple[Groups | None, Found]] = []
+        refused: list[WorkFailed] = []
         for groups in self._variants:
             try:
                 found.append((groups, self._search(groups, max_increase, margin)))
@@ -193,7 +194,7 @@ class Finder:
     def _on_gpu(self, inputs: InputsOfModel, method: str) -> GpuRounding:
         """Of every scheme of the target that rounds to fewer than sixteen bits: all layers as an engine of its
         precision has them."""
-        found = {}
+        found: dict[str, SchemeWeights] = {}
         names = precision_names(self.target)
         for scheme in dict.fromkeys(scheme for known in self._candidates for scheme in known):
             name = names.get(self._plain.get(scheme, scheme), "")

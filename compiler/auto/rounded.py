@@ -77,7 +77,8 @@ class RoundingErrors:
         if found is None:
             plain = evaluate(unit.weight, self._checkpoint)
             if self._target.gpu is None:
-                found = unpack(self._pack(packed_weight(unit, scheme)), *plain.shape, SCHEMES[scheme]) - plain
+                n, k = plain.shape
+                found = unpack(self._pack(packed_weight(unit, scheme)), n, k, SCHEMES[scheme]) - plain
             else:
                 found = GPU_SCHEMES[scheme].stored(plain) - plain
         error = torch.from_numpy(found)

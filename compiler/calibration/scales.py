@@ -117,7 +117,7 @@ def _least(w: np.ndarray, matters: np.ndarray, statistics: InputStatistics, scal
         square = 0.999 * square + 0.001 * gathered ** 2
         rate = _RATE * (1 - (step - 1) / _STEPS)
         log -= rate * (mean / (1 - 0.9 ** step)) / (np.sqrt(square / (1 - 0.999 ** step)) + 1e-12)
-    return np.exp(log - log.mean())
+    return np.asarray(np.exp(log - log.mean()))
 
 
 def _norms(rows: np.ndarray, factor: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

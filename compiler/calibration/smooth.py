@@ -132,7 +132,7 @@ def _matrices(weights: Sequence[PackedWeight], source: TensorSource, statistics:
 
 def _by_energy(w: np.ndarray, statistics: InputStatistics) -> np.ndarray:
     energy = _of_weights(w, statistics)
-    return (1 / np.maximum(energy + _LEAST_ENERGY * energy.mean(), 1e-30)).astype(np.float32)
+    return np.asarray(1 / np.maximum(energy + _LEAST_ENERGY * energy.mean(), 1e-30), np.float32)
 
 
 def _best_scale(matrices: Sequence[_Matrix], statistics: InputStatistics, scale: WeightExpr) -> np.ndarray | None:
@@ -191,7 +191,7 @@ def _of_weights(error: np.ndarray, statistics: InputStatistics) -> np.ndarray:
     total = np.zeros(len(error), np.float32)
     for block, (a, b) in zip(statistics.blocks, block_spans(statistics.width), strict=True):
         total += np.einsum("nk,nk->n", error[:, a:b] @ block, error[:, a:b])
-    return np.maximum(total, 0)
+    return np.asarray(np.maximum(total, 0))
 
 
 def _of_inputs(matrix: _Matrix, statistics: InputStatistics, scale: np.ndarray | None) -> float:
