@@ -111,6 +111,7 @@ def candidates(problem: Problem, device: Device) -> Candidates:
     legal, refused = [], []
     for tile in _tiles(p, device):
         shown = f"{name} {tile.tokens}x{tile.positions}" + (f" split {tile.splits}" if tile.splits > 1 else "")
+        shown += f", {tile.warps} warps" if tile.warps != 4 else ""
         need = shared_bytes(p, tile)
         if need > device.shared_per_block:
             refused.append(Refusal(shown, f"needs {need} bytes of shared memory, {device.arch} has "
@@ -135,12 +136,14 @@ def _tiles(p: Problem, device: Device) -> list[Tile]:
         wide = not large and not eight and (rows == 16 or device.has_warpgroup_mma)
         for positions in (32, 64) if large else (64, 128) if wide else (64,):
             blocks = num_tiles(p, tokens) * p.kv_heads
-            warps = 8 if rows >= 128 or (rows >= 64 and eight and not device.has_warpgroup_mma) else 4
+            warps = (8,) if rows >= 128 or (rows >= 64 and eight and not device.has_warpgroup_mma) else (4,)
+            if large and p.rope is not None and tokens * p.group > 16:
+                warps = (4, 8)  # turned queries of two rows of fragments spill where four warps hold them
             for splits in (1, 2, 4, 8, 16):
                 enough = splits == 1 or (blocks * splits <= 4 * device.num_sms
                                          and p.max_tokens_seen >= splits * positions)
                 if enough:
-                    tiles.append(_deepest(p, device, Tile(tokens, positions, splits, warps, 1)))
+                    tiles += [_deepest(p, device, Tile(tokens, positions, splits, count, 1)) for count in warps]
     return list(dict.fromkeys(tiles))
 
 
@@ -210,7 +213,8 @@ def launch(p: Problem, tile: Tile) -> GpuLaunch:
     words = [p.kv_type, p.float_type, f"q{p.q_heads}", f"kv{p.kv_heads}", f"d{p.key_dim}", f"v{p.value_dim}",
              f"{tile.tokens}x{tile.positions}", f"s{tile.splits}"]
     options = ((f"w{p.window}", p.window), (f"c{p.chunk}", p.chunk), (f"cap{p.softcap}", p.softcap), ("sinks", p.sinks),
-               ("static", static), (p.y_type, p.y_type), (_rope_word(rope), p.rope or p.q_stride))
+               ("static", static), (p.y_type, p.y_type), (_rope_word(rope), p.rope or p.q_stride),
+               (f"{tile.warps}warps", tile.warps != 4))
     words += [word for word, used in options if used]
     kernel = GpuKernel(symbol("attention", *words, f"{p.scale:.6g}", f"{p.block_bytes}_{p.max_blocks}_{p.max_batch}"),
                        "ingot.plugins.attention.gpu", "paged_attention", *arguments(wanted, constants), tile.warps,

@@ -10,6 +10,7 @@ import pytest
 from ingot.compiler.gpu.interpret import Call, Interpreter
 from ingot.plugins.attention import reference
 from ingot.plugins.attention.tactics import Problem, Rope, Tile, candidates, launch
+from ingot.plugins.gpu.kernel import GpuKernel
 from ingot.plugins.rope.tactics import Problem as RopeProblem
 from ingot.plugins.rope.tactics import candidates as rope_candidates
 
@@ -183,3 +184,17 @@ def test_compiles_without_spills(arch: str) -> None:
     for pair in chosen:
         assert all(code[kernel].matrix for kernel in pair)
         assert min(code[kernel].spill_stores for kernel in pair) == 0, [kernel.symbol for kernel in pair]
+
+
+@pytest.mark.parametrize("kv_type", ["bf16", "int8"])
+def test_tall_tiles_of_large_heads_compile_without_spills(kv_type: str) -> None:
+    """Eight tokens of four heads of 256, turned in registers: for each number of splits a candidate that fits."""
+    p = replace(problem(8, kv_type), q_heads=4, kv_heads=1, key_dim=256, value_dim=256,
+                rope=Rope(1536, 1536, 1536, 256, norm_eps=1e-6))
+    splits: dict[int, list[GpuKernel]] = {}
+    for candidate in candidates(p, device("sm_80")).legal:
+        kernel = candidate.launches[0].kernel
+        splits.setdefault(candidate.launches[0].grid[2], []).append(kernel)
+    code = compiled([kernel for kernels in splits.values() for kernel in kernels], "sm_80")
+    assert len(splits) > 1
+    assert all(min(code[kernel].spill_stores for kernel in kernels) == 0 for kernels in splits.values())
