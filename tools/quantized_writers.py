@@ -56,13 +56,7 @@ def _modelopt(name: str, kv: bool = False) -> Writer:
         mtq.quantize(model, config, lambda m: m(ids))
         if "AWQ" in name:
             requantize_resmooth_fused_llm_layers(model)
-        quantizers = [module for path, module in model.named_modules()
-                      if path.endswith(("input_quantizer", "_bmm_quantizer", "weight_quantizer.1"))]
-        for quantizer in quantizers:
-            quantizer._if_quant = False
-        logits = _logits(model)
-        for quantizer in quantizers:
-            quantizer._if_quant = True
+        logits = _logits_of_weights(model)
         export_hf_checkpoint(model, dtype=torch.float32, export_dir=str(folder))
         return logits
     return write
@@ -107,13 +101,20 @@ def _modelopt_experts(folder: Path) -> list[list[float]]:
     model = _gpt_oss()
     ids = torch.randint(0, 256, (4, 64))
     mtq.quantize(model, copy.deepcopy(mtq.FP8_DEFAULT_CFG), lambda m: m(ids))
-    quantizers = [module for name, module in model.named_modules() if name.endswith("input_quantizer")]
+    logits = _logits_of_weights(model)
+    export_hf_checkpoint(model, dtype=torch.float32, export_dir=str(folder))
+    return logits
+
+
+def _logits_of_weights(model: Any) -> list[list[float]]:
+    """The logits of a model whose weights ModelOpt quantizes, and nothing else of it."""
+    quantizers = [module for path, module in model.named_modules()
+                  if path.endswith(("input_quantizer", "_bmm_quantizer", "weight_quantizer.1"))]
     for quantizer in quantizers:
         quantizer._if_quant = False
     logits = _logits(model)
     for quantizer in quantizers:
         quantizer._if_quant = True
-    export_hf_checkpoint(model, dtype=torch.float32, export_dir=str(folder))
     return logits
 
 
