@@ -100,13 +100,13 @@ def wanted(low: GpuLowering, value: str, *apart: Node) -> tuple[bool, str]:
     """(whether a norm is read as it is, what it is read quantized to), by all but the nodes `apart`."""
     forms = {GPU_SCHEMES[user.attrs["scheme"]].quantized if user.op in MATRICES and not low.few else ""
              for user in low.users(value) if user not in apart}
-    quantized = forms & {*experts_tactics.FORMS}
+    quantized = {form for form in forms if experts_tactics.quantizes_to(form)}
     form = quantized.pop() if len(quantized) == 1 else ""
     return bool(forms - {form} if form else forms) or value in low.graph.outputs, form
 
 
 def write_wanted(low: GpuLowering, value: str, floats: bool, form: str, parameter: str) -> dict[str, Arg]:
-    """Memory for what `wanted` tells: `parameter` of the launch that makes it, and q, q_scale, q_factor."""
+    """Memory for what `wanted` tells: `parameter` of the launch that makes it, and q, q_scale, q_factor, q_sum."""
     args = {}
     if floats:
         args[parameter] = low.output(value)

@@ -33,9 +33,9 @@ def _scan(x, norm_weight, xs, K: tl.constexpr, EPS: tl.constexpr, BM: tl.constex
 
 
 @triton.jit
-def _logits(x, norm_weight, w, y, q, q_scale, q_factor, first, count, part, split, E: tl.constexpr,
-            EP: tl.constexpr, K: tl.constexpr, EPS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
-            SPLITS: tl.constexpr, TO: tl.constexpr):
+def _logits(x, norm_weight, w, y, q, q_scale, q_factor, q_sum, first, count, part, split,
+            E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, EPS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+            SPLITS: tl.constexpr, TO: tl.constexpr, SUMS: tl.constexpr):
     """A K-range of the logits of BM tokens to rows of `part`, EP + 16 floats each, so that they are read by vectors:
     behind the logits the sum of squares of x, where the norm waits for it. What others read of the norm goes to y and
     q."""
@@ -72,7 +72,7 @@ def _logits(x, norm_weight, w, y, q, q_scale, q_factor, first, count, part, spli
             if y is not None:
                 tl.store(y + xs[:, None] * K + at[None, :], b, mask=inside[:, None] & (at < K)[None, :])
             if q is not None:
-                store_columns(v, largest, q, q_scale, q_factor, xs, inside, k, K, BM, BK, TO)
+                store_columns(v, largest, q, q_scale, q_factor, q_sum, xs, inside, k, K, BM, BK, TO, SUMS)
         acc = dot(a, b.T, acc)
     row = part + tl.arange(0, BM) * (EP + 16)
     tl.store(row[None, :] + expert[:, None], acc, mask=(expert < E)[:, None])
@@ -140,11 +140,12 @@ def _choose(x, bias, ids, weights, order, counters, token, count, CHOICES: tl.co
 
 
 @triton.jit
-def route(x, norm_weight, w, w_bias, bias, ids, weights, order, starts, y, q, q_scale, q_factor, sizes, partial,
+def route(x, norm_weight, w, w_bias, bias, ids, weights, order, starts, y, q, q_scale, q_factor, q_sum, sizes, partial,
           arrived, ROWS: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, NORM_EPS: tl.constexpr,
           CHOICES: tl.constexpr, CP: tl.constexpr, SCORES: tl.constexpr, NORMALISE: tl.constexpr, EPS: tl.constexpr,
           FACTOR: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, GROUP_BEST: tl.constexpr, G: tl.constexpr,
-          S: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, SPLITS: tl.constexpr, TO: tl.constexpr):
+          S: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, SPLITS: tl.constexpr, TO: tl.constexpr,
+          SUMS: tl.constexpr):
     """From tokens to their experts: norm, router, the CHOICES best of E for each token (of equals the smaller number),
     and the rows (token, choice) of each expert.
 
@@ -156,7 +157,7 @@ def route(x, norm_weight, w, w_bias, bias, ids, weights, order, starts, y, q, q_
     NORMALISE   the weights of a token are divided by their sum + EPS; FACTOR multiplies them
     order, starts  i32: expert e has starts[e + 1] - starts[e] rows, listed from order[e * T] on, each token * CHOICES +
                 choice. In which order they are listed is left to chance: what becomes of a row does not depend on it
-    y, q, q_scale, q_factor  the norm for others: [T, K] in the type of x, and quantized (store_columns)
+    y, q, q_scale, q_factor, q_sum  the norm for others: [T, K] in the type of x, and quantized (store_columns)
     partial     f32: logits; arrived i32, zero before and after: blocks that are done, rows of each expert, and for
                 each tile of BM tokens how many of the SPLITS of K are done. The last split of a tile chooses, the last
                 tile counts. R tokens are chosen for at a time, in a tile with a row [S] for each of G groups
@@ -173,8 +174,8 @@ def route(x, norm_weight, w, w_bias, bias, ids, weights, order, starts, y, q, q_
     there = (group < GROUPS) & (at < SIZE)
     if w is not None:
         part = partial + (tile * SPLITS + split).to(tl.int64) * (BM * (EP + 16))
-        _logits(x, norm_weight, w, y, q, q_scale, q_factor, first, count, part, split, E, EP, K, NORM_EPS, BM, BK,
-                SPLITS, TO)
+        _logits(x, norm_weight, w, y, q, q_scale, q_factor, q_sum, first, count, part, split, E, EP, K, NORM_EPS, BM,
+                BK, SPLITS, TO, SUMS)
         tl.debug_barrier()
         if SPLITS > 1:
             if tl.atomic_add(counters + E + tile, 1, sem="acq_rel") != SPLITS - 1:
@@ -235,8 +236,9 @@ def sort_by_expert(ids, order, starts, sizes, ROWS: tl.constexpr, E: tl.constexp
 
 
 @triton.jit
-def combine(x, weights, residual, y, norm_weight, normed, q, q_scale, q_factor, sizes, ROWS: tl.constexpr,
-            D: tl.constexpr, CHOICES: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr, TO: tl.constexpr):
+def combine(x, weights, residual, y, norm_weight, normed, q, q_scale, q_factor, q_sum, sizes, ROWS: tl.constexpr,
+            D: tl.constexpr, CHOICES: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr, TO: tl.constexpr,
+            SUMS: tl.constexpr):
     """y [T, D] = residual + sum over the choices of weights [T, CHOICES] * x [T, CHOICES, D].
 
     norm_weight f32 [D]: what rms_norm makes of the result goes to normed [T, D] in the type of y, and quantized to q
@@ -261,5 +263,5 @@ def combine(x, weights, residual, y, norm_weight, normed, q, q_scale, q_factor, 
             tl.store(normed + token * D + at, narrow(v, normed.dtype.element_ty), mask=at < D)
         if q is not None:
             row = token + tl.zeros((1,), tl.int64)
-            store_columns(v[None, :], tl.max(tl.abs(v), 0) + tl.zeros((1,), tl.float32), q, q_scale, q_factor, row,
-                          row >= 0, token * 0, D, 1, BLOCK, TO)
+            store_columns(v[None, :], tl.max(tl.abs(v), 0) + tl.zeros((1,), tl.float32), q, q_scale, q_factor,
+                          q_sum, row, row >= 0, token * 0, D, 1, BLOCK, TO, SUMS)

@@ -20,14 +20,24 @@ from ..gpu.kernel import (
 )
 from ..linear.gpu_formats import ELEMENTS as WEIGHTS
 from ..linear.tactics import has_aligned_rows, power_of_two
-from ..quantize.tactics import BYTES, ELEMENTS, output, row_block, row_warps, unsupported_row
+from ..quantize.tactics import (
+    BYTES,
+    ELEMENTS,
+    element,
+    output,
+    row_block,
+    row_bytes,
+    row_warps,
+    split_form,
+    unsupported_row,
+)
 
 MODULE = "ingot.plugins.expert_linear.gpu"
 SCORES = ("softmax", "sigmoid", "softmax_of_chosen")
 MAX_EXPERTS = 1024
 MAX_CHOICES = 32
 FORMS = ("fp8", "int8", "fp8_block", "nvfp4")
-"""What `route` and `combine` quantize a norm to."""
+"""What `route` and `combine` quantize a norm to, fp8 and int8 with sums as well (quantize.tactics.split_form)."""
 
 _CHOSEN = 16
 """Tokens that a block chooses for at a time, at most."""
@@ -105,8 +115,15 @@ class Sum:
     normed_form: str = ""
 
 
+def quantizes_to(form: str) -> bool:
+    """Whether `route` and `combine` quantize a norm to it."""
+    name, group = split_form(form)
+    return name in FORMS and (not group or name in ("fp8", "int8"))
+
+
 def routing(problem: Routing, device: Device) -> Candidates:
-    """Parameters: x, norm_weight, w, w_bias, bias, ids, weights, order, starts, y, q, q_scale, q_factor, sizes."""
+    """Parameters: x, norm_weight, w, w_bias, bias, ids, weights, order, starts, y, q, q_scale, q_factor, q_sum,
+    sizes."""
     p = problem
     if reason := _unroutable(p, device):
         return Candidates(refused=(Refusal("route", reason),))
@@ -135,7 +152,7 @@ def _unroutable(p: Routing, device: Device) -> str:
         return f"{p.choices} of {p.experts} experts; up to {MAX_CHOICES} of {MAX_EXPERTS}"
     if p.k and not has_aligned_rows(p.x_type, p.x_type, p.k):
         return f"rows of {p.k} channels do not start at multiples of 16 bytes"
-    if p.y_form and p.y_form not in FORMS:
+    if p.y_form and not quantizes_to(p.y_form):
         return f"a norm quantized to {p.y_form}"
     return unsupported_row(p.k, p.y_form, device) if p.y_form else ""
 
@@ -144,7 +161,7 @@ def _router_step(p: Routing) -> int:
     """Channels at a time: groups of fp8_block whole; else fewer of many experts."""
     if p.y_form == "fp8_block":
         return 128
-    return 32 if p.x_type == "fp32" or p.tile_experts > 256 else 64
+    return max(split_form(p.y_form)[1], 32 if p.x_type == "fp32" or p.tile_experts > 256 else 64)
 
 
 def _router_bytes(p: Routing, tokens: int, step: int, stages: int) -> int:
@@ -157,19 +174,19 @@ def _route(p: Routing, tokens: int, splits: int, step: int, stages: int) -> Cand
     chosen = min(tokens, _CHOSEN, max(8, power_of_two(p.m)))
     groups, tile_size = power_of_two(p.groups), max(power_of_two(size), 32 // power_of_two(p.groups))
     scales, absent = output(p.y_form, False)
-    element = f"*{ELEMENTS[p.x_type]}"
+    floats = f"*{ELEMENTS[p.x_type]}"
     wanted: dict[str, Parameter | None] = {
-        "x": element if p.k else "*fp32", "norm_weight": "*fp32" if p.norm_eps is not None else None,
+        "x": floats if p.k else "*fp32", "norm_weight": "*fp32" if p.norm_eps is not None else None,
         "w": f"*{WEIGHTS[p.x_type]}" if p.k else None, "w_bias": "*fp32" if p.w_bias else None,
         "bias": "*fp32" if p.bias else None, "ids": "*i32", "weights": "*fp32", "order": "*i32", "starts": "*i32",
-        "y": element if p.y else None, **_quantized(scales, absent), "sizes": "*i32",
+        "y": floats if p.y else None, **_quantized(scales, absent), "sizes": "*i32",
         "partial": "*fp32" if p.k else None, "arrived": "*i32"}
     constants: dict[str, Constant] = {
         "ROWS": SIZES["T"], "E": p.experts, "EP": p.tile_experts, "K": p.k, "NORM_EPS": p.norm_eps or 0.0,
         "CHOICES": p.choices, "CP": power_of_two(p.choices), "SCORES": p.scores, "NORMALISE": p.normalise,
         "EPS": p.eps, "FACTOR": p.factor, "GROUPS": p.groups, "KEPT": p.kept_groups,
         "GROUP_BEST": min(p.group_best, size), "G": groups, "S": tile_size, "BM": tokens, "BK": step, "R": chosen,
-        "SPLITS": splits, "TO": p.y_form}
+        "SPLITS": splits, **element(p.y_form)}
     limited = f"best{p.group_best}of{p.kept_groups}of{p.groups}" if p.groups > 1 else ""
     router = (f"k{p.k}", p.x_type, "wbias" if p.w_bias else "", f"norm{p.norm_eps}" if p.norm_eps is not None else "",
               "y" if p.y else "", p.y_form, f"{tokens}x{step}", f"s{splits}" if splits > 1 else "") if p.k else ()
@@ -185,7 +202,7 @@ def _route(p: Routing, tokens: int, splits: int, step: int, stages: int) -> Cand
     if p.k:
         row = p.k * BYTES[p.x_type]
         readings = 1 + splits * (p.y or bool(p.y_form))  # to find the scale of a token, each split reads its row first
-        num_bytes = row * (p.experts + p.m * (1 + p.y)) + p.m * p.k * BYTES.get(p.y_form, 0)
+        num_bytes = row * (p.experts + p.m * (1 + p.y)) + p.m * row_bytes(p.k, p.y_form)
         num_bytes += 8.0 * tiles * splits * tokens * (p.tile_experts + 16)
         through_cache = tiles * row * (p.experts + readings * tokens)
     cost = Cost(num_bytes, 2.0 * p.m * p.experts * p.k, through_cache)
@@ -196,8 +213,9 @@ def _route(p: Routing, tokens: int, splits: int, step: int, stages: int) -> Cand
 
 
 def _quantized(scales: dict[str, Parameter], absent: dict[str, Constant]) -> dict[str, Parameter | None]:
-    """Parameters of what is quantized beside y: those of quantize.tactics.output by the names q, q_scale, q_factor."""
-    return {f"q{part}": None if f"y{part}" in absent else scales[f"y{part}"] for part in ("", "_scale", "_factor")}
+    """Parameters of what is quantized beside y: those of quantize.tactics.output, by names that begin with q."""
+    return {f"q{part}": None if f"y{part}" in absent else scales[f"y{part}"]
+            for part in ("", "_scale", "_factor", "_sum")}
 
 
 def sorting(problem: Sorting, device: Device) -> Candidates:
@@ -213,17 +231,17 @@ def sorting(problem: Sorting, device: Device) -> Candidates:
 
 
 def summing(problem: Sum, device: Device) -> Candidates:
-    """Parameters: x, weights f32, residual, y, norm_weight, normed, q, q_scale, q_factor, sizes.
+    """Parameters: x, weights f32, residual, y, norm_weight, normed, q, q_scale, q_factor, q_sum, sizes.
 
     y may be the residual.
     """
     p = problem
     norm = p.norm_eps is not None
-    if p.normed_form and p.normed_form not in FORMS:
+    if p.normed_form and not quantizes_to(p.normed_form):
         return Candidates(refused=(Refusal("combine", f"a norm quantized to {p.normed_form}"),))
     if norm and (reason := unsupported_row(p.d, p.normed_form or p.y_type, device)):
         return Candidates(refused=(Refusal("combine", reason),))
-    block = row_block(p.d) if norm else min(1024, max(32, power_of_two(p.d)))
+    block = row_block(p.d, p.normed_form) if norm else min(1024, max(32, power_of_two(p.d)))
     scales, absent = output(p.normed_form, False)
     words = (f"norm{p.norm_eps}", "normed" if p.normed else "", p.normed_form) if norm else ()
     kernel = GpuKernel(
@@ -234,8 +252,8 @@ def summing(problem: Sum, device: Device) -> Candidates:
                     "norm_weight": "*fp32" if norm else None, "normed": f"*{ELEMENTS[p.y_type]}" if p.normed else None,
                     **_quantized(scales, absent), "sizes": "*i32"},
                    {"ROWS": SIZES["T"], "D": p.d, "CHOICES": p.choices, "BLOCK": block, "EPS": p.norm_eps or 0.0,
-                    "TO": p.normed_form}), row_warps(p.d) if norm else min(4, block // 32), 1)
-    moved = p.choices * BYTES[p.x_type] + BYTES[p.y_type] * (1 + p.normed) + BYTES.get(p.normed_form, 0)
-    moved += BYTES[p.residual] if p.residual else 0
+                    **element(p.normed_form)}), row_warps(p.d) if norm else min(4, block // 32), 1)
+    moved = p.d * (p.choices * BYTES[p.x_type] + BYTES[p.y_type] * (1 + p.normed))
+    moved += row_bytes(p.d, p.normed_form) + (p.d * BYTES[p.residual] if p.residual else 0)
     return Candidates((Candidate("combine", (GpuLaunch(kernel, (p.m, -(-p.d // block), 1)),),
-                                 Cost(p.m * p.d * moved, 0)),))
+                                 Cost(p.m * moved, 0)),))

@@ -58,11 +58,11 @@ def store_row(v, y, y_scale, y_factor, y_sum, static_scale, row, D: tl.constexpr
 
 
 @triton.jit
-def store_columns(v, largest, y, y_scale, y_factor, rows, inside, k, D: tl.constexpr, BM: tl.constexpr,
-                  BK: tl.constexpr, TO: tl.constexpr):
+def store_columns(v, largest, y, y_scale, y_factor, y_sum, rows, inside, k, D: tl.constexpr, BM: tl.constexpr,
+                  BK: tl.constexpr, TO: tl.constexpr, SUMS: tl.constexpr):
     """Columns k .. k + BK of several rows of D, as store_row stores whole ones: v float32 [BM, BK], zero beyond D;
     rows i64 [BM], stored where inside. largest f32 [BM]: the greatest magnitude of each row. TO fp8, int8, nvfp4, or
-    fp8_block with BK a multiple of 128."""
+    fp8_block with BK a multiple of 128; of SUMS too."""
     at = k + tl.arange(0, BK)
     stored = inside[:, None] & (at < D)[None, :]
     if TO == "nvfp4":
@@ -86,8 +86,13 @@ def store_columns(v, largest, y, y_scale, y_factor, rows, inside, k, D: tl.const
     else:
         if k == 0:
             tl.store(y_scale + rows, largest / limit(TO), mask=inside)
-        q = v * tl.where(largest > 0, limit(TO) / largest, 0.0)[:, None]
-        tl.store(y + rows[:, None] * D + at[None, :], quantize(q, TO), mask=stored)
+        q = quantize(v * tl.where(largest > 0, limit(TO) / largest, 0.0)[:, None], TO)
+        tl.store(y + rows[:, None] * D + at[None, :], q, mask=stored)
+        if SUMS > 0:
+            GROUPS: tl.constexpr = (D + SUMS - 1) // SUMS
+            part = k // SUMS + tl.arange(0, BK // SUMS)
+            tl.store(y_sum + rows[:, None] * GROUPS + part[None, :], group_sums(q, SUMS),
+                     mask=inside[:, None] & (part < GROUPS)[None, :])
 
 
 @triton.jit

@@ -34,9 +34,9 @@ def split_form(form: str) -> tuple[str, int]:
 
 
 def row_bytes(d: int, form: str) -> float:
-    """Of d elements in that form with their share of scales and sums."""
+    """Of d elements in that form with their share of scales and sums; of none if there is no form."""
     name, group = split_form(form)
-    return d * BYTES[name] + (2 * -(-d // group) if group else 0)
+    return d * BYTES.get(name, 0) + (2 * -(-d // group) if group else 0)
 
 
 MAX_ROW = 32768

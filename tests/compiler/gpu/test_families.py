@@ -30,7 +30,7 @@ def test_launches_a_layer_of_experts(family: str, tmp_path: Path) -> None:
     source, cache = open_checkpoint_source(str(tmp_path / family), None), BuildCache(tmp_path / "cache")
     graph, _ = source.graph(source.facts(cache), LIMITS["max_seq_len"], cache)
     for precision, target, many in (("bf16", "h200", 8), ("fp8", "h200", 9), ("int8", "a100", 9), ("int4", "l40s", 8),
-                                    ("w4a8", "h200", 11), ("nvfp4", "b200", 9)):
+                                    ("w4a8", "h200", 9), ("nvfp4", "b200", 9)):
         counts = program(graph, target, find_precision(precision, gpu(target))).facts()["launches_per_layer"]
         assert {counts[str(tokens)] for tokens in (1, 2, 4, 8)} == {6}, precision
         assert {counts[str(tokens)] for tokens in (16, 32)} == {many}, precision

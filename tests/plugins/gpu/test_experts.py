@@ -20,6 +20,7 @@ from ingot.plugins.linear.tactics import Problem, Tile, candidates, launch
 from ingot.plugins.norm.reference import rms_norm
 from ingot.plugins.norm.tactics import Problem as Norm
 from ingot.plugins.norm.tactics import candidates as norm_candidates
+from ingot.plugins.quantize.tactics import split_form
 
 from .support import ARCHITECTURES, assert_close, compiled, device, load, scratch, store, unwritten
 
@@ -91,6 +92,8 @@ ROUTERS: list[dict[str, Any]] = [
     {"m": 6}, {"m": 6, "norm_eps": 1e-5, "w_bias": True}, {"m": 6, "norm_eps": 1e-5, "splits": 4},
     {"m": 40, "norm_eps": 1e-5, "y": True, "splits": 2}, {"m": 70, "norm_eps": 1e-5, "y": True, "tokens": 32},
     {"m": 40, "norm_eps": 1e-5, "y_form": "fp8", "splits": 2}, {"m": 40, "norm_eps": 1e-5, "y_form": "int8"},
+    {"m": 40, "norm_eps": 1e-5, "y_form": "int8_sum32", "splits": 2},
+    {"m": 20, "norm_eps": 1e-5, "y_form": "fp8_sum128"},
     {"m": 20, "norm_eps": 1e-5, "y": True, "y_form": "fp8_block"},
     {"m": 20, "norm_eps": 1e-5, "y_form": "nvfp4", "splits": 2}, {"m": 6, "norm_eps": 1e-5, "x_type": "fp32"},
     {"m": 20, "norm_eps": 1e-5, "y": True, "k": 192, "experts": 9}]
@@ -119,6 +122,8 @@ def test_routers(interpreter: Interpreter, case: dict[str, Any]) -> None:
         own["y_scale"] = np.zeros((p.m, per_row), np.uint8 if p.y_form == "nvfp4" else np.float32)
         if p.y_form == "nvfp4":
             own["y_factor"] = np.zeros(p.m, np.float32)
+        if group := split_form(p.y_form)[1]:
+            own["y_sum"] = np.zeros((p.m, -(-p.k // group)), np.float16)
         arrays |= {f"q{name[1:]}": array for name, array in own.items()}
     needed = {name for name, _ in one.kernel.parameters}
     out = interpreter.run([(one, {})], {name: array for name, array in arrays.items() if name in needed})
@@ -282,7 +287,7 @@ def test_norms_of_experts(interpreter: Interpreter, form: str, activation: str) 
     assert_close(load(out["y"][:tokens * choices], "bf16"), wanted, "bf16", 3e-3)
 
 
-@pytest.mark.parametrize(("normed", "form"), [(True, ""), (False, "fp8"), (True, "int8")])
+@pytest.mark.parametrize(("normed", "form"), [(True, ""), (False, "fp8"), (True, "int8"), (False, "int8_sum32")])
 def test_the_norm_behind_a_sum(interpreter: Interpreter, normed: bool, form: str) -> None:
     rng = np.random.default_rng(6)
     x, r = store(rng.standard_normal((4, 3, 40)), "bf16"), store(rng.standard_normal((4, 40)), "bf16")
@@ -293,7 +298,8 @@ def test_the_norm_behind_a_sum(interpreter: Interpreter, normed: bool, form: str
     needed = {name for name, _ in one.kernel.parameters}
     arrays = {"x": x, "weights": weights, "residual": r, "norm_weight": norm_weight, "y": unwritten((4, 40), "bf16"),
               "normed": unwritten((4, 40), "bf16"), "q": np.full((4, 40), 0x55, np.uint8),
-              "q_scale": np.full(4, np.nan, np.float32), "sizes": np.array([3, 1, 1], np.int32)}
+              "q_scale": np.full(4, np.nan, np.float32), "q_sum": np.full((4, 2), np.nan, np.float16),
+              "sizes": np.array([3, 1, 1], np.int32)}
     out = interpreter.run([(one, {})], {name: array for name, array in arrays.items() if name in needed})
     total = (load(x, "bf16") * weights[..., None]).sum(axis=1) + load(r, "bf16")
     assert_close(load(out["y"][:3], "bf16"), total[:3], "bf16")
@@ -301,7 +307,10 @@ def test_the_norm_behind_a_sum(interpreter: Interpreter, normed: bool, form: str
     if normed:
         assert_close(load(out["normed"][:3], "bf16"), after, "bf16")
     if form:
-        bits, scale = quantize_tokens(after.astype(np.float32), form)
+        name, group = split_form(form)
+        bits, scale = quantize_tokens(after.astype(np.float32), name)
+        if group:
+            assert np.array_equal(out["q_sum"][:3], group_sums(out["q"][:3].view(np.int8).astype(np.float32), group))
         assert (out["q"][:3] == bits.view(np.uint8)).mean() > 0.98 and (out["q"][3] == 0x55).all()
         np.testing.assert_allclose(out["q_scale"][:3], scale, rtol=1e-5)
 
