@@ -26,11 +26,9 @@ def test_other_weights_are_of_the_same_layout(tmp_path: Path) -> None:
     changed = builds.other_weights(checkpoint, tmp_path / "changed")
     after = load_file(changed / "model.safetensors")
     assert after.keys() == tensors.keys() and (changed / "config.json").read_text() == "{}"
-    clearly = load_file(builds.other_weights(checkpoint, tmp_path / "clearly", flipped=32) / "model.safetensors")
     for name in ("a", "b", "d"):
-        before, now, then = (each[name].astype(np.float32) for each in (tensors, after, clearly))
+        before, now = (each[name].astype(np.float32) for each in (tensors, after))
         assert now.shape == before.shape and np.all(now != before) and np.allclose(now, before, rtol=0.01)
-        assert np.allclose(then, before, rtol=0.26) and not np.any(np.isclose(then, before, rtol=0.1))
     assert np.array_equal(after["c"], tensors["c"])
     assert np.array_equal(load_file(checkpoint / "model.safetensors")["a"], tensors["a"])
 

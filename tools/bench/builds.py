@@ -89,12 +89,9 @@ def _told(facts: dict[str, Any]) -> str:
     return f"{stages}; reused {reused}" if reused else stages
 
 
-def other_weights(checkpoint: Path, folder: Path, flipped: int = 1) -> Path:
-    """A copy whose every tensor of floats is another one: as of a fine-tuned model of the same architecture.
-
-    flipped: bits of the fraction of a bfloat16 (7 bits), or those of the same weight in other floats, which change; 1
-    changes a number by less than a hundredth, 32 by a fifth.
-    """
+def other_weights(checkpoint: Path, folder: Path) -> Path:
+    """A copy whose every tensor of floats is another one: as of a fine-tuned model of the same architecture. The last
+    bit that a bfloat16 has is flipped, which changes a number by less than a hundredth."""
     shutil.copytree(checkpoint, folder)
     for path in folder.glob("*.safetensors"):
         with open(path, "r+b") as file:
@@ -108,7 +105,7 @@ def other_weights(checkpoint: Path, folder: Path, flipped: int = 1) -> Path:
                 bits = np.fromfile(path, kind, (end - begin) // np.dtype(kind).itemsize,
                                    offset=8 + header_bytes + begin)
                 file.seek(8 + header_bytes + begin)
-                file.write((bits ^ kind(flipped << fraction_bits - 7)).tobytes())
+                file.write((bits ^ kind(1 << fraction_bits - 7)).tobytes())
     return folder
 
 

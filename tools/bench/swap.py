@@ -4,7 +4,7 @@
     python -m tools.bench.swap ENGINE --weights CHECKPOINT
 
 Both engines must have the same tokenizer, and weights that differ clearly. With --weights the second is the first one
-refitted with weights of that checkpoint that are changed by a fifth. Each of the clients asks one prompt after the
+refitted with weights of that checkpoint to which noise is added. Each of the clients asks one prompt after the
 other, greedily, all the time. Every second or so `ingot engines rollback prod --server ADDR` moves the server to the
 other engine. Each answer must come from the engine whose hash it tells, from its first token to its last
 (tools/bench/answer_check.py tells how that is checked, and how a near tie that fell otherwise is told from an answer of
@@ -23,6 +23,7 @@ import argparse
 import asyncio
 import json
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -53,7 +54,6 @@ from ingot.runtime.store.lock_file import move_of
 from ingot.runtime.store.store import Store
 
 from .answer_check import Answer, AnswerCheck, spliced
-from .builds import other_weights
 from .overload import growth, resident_bytes
 from .replicas import Server, serve
 
@@ -128,8 +128,21 @@ def with_record(engine: Path, record: SelfTest, path: Path) -> Path:
 
 
 def with_other_weights(engine: Path, checkpoint: Path, folder: Path) -> Path:
-    """The engine of a model whose answers are others."""
-    changed = other_weights(checkpoint, folder / "changed" / checkpoint.name, flipped=32)
+    """The engine of a model whose answers are others, but whose logits are no wilder: matrices, except those of the
+    vocabulary, carry noise of half their standard deviation."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    changed = folder / "changed" / checkpoint.name
+    shutil.copytree(checkpoint, changed)
+    generator = torch.Generator().manual_seed(0)
+    for path in changed.glob("*.safetensors"):
+        tensors = load_file(path)
+        for name, tensor in tensors.items():
+            if tensor.ndim == 2 and tensor.is_floating_point() and "embed" not in name and "head" not in name:
+                noise = torch.randn(tensor.shape, generator=generator)
+                tensors[name] = (tensor + 0.5 * tensor.float().std() * noise).to(tensor.dtype)
+        save_file(tensors, path, {"format": "pt"})
     refit(RefitRequest(engine, str(changed), folder / "refitted.engine", calibrate=False))
     return folder / "refitted.engine"
 
