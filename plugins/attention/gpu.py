@@ -8,7 +8,8 @@ part to finish combines them all.
 import triton
 import triton.language as tl
 
-from ..gpu.math import dot, group_of, group_sums, limit, narrow, quantize, tanh, to_nvfp4
+from ..gpu.math import dot, group_of, narrow, tanh
+from ..quantize.gpu import store_columns
 from ..rope.gpu import turned, write_rows
 
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -198,50 +199,19 @@ def _quantize(out, y, y_scale, y_factor, y_sum, first, count, D: tl.constexpr, R
     does it. count: from 1 to ROWS."""
     CHUNK: tl.constexpr = 4096 // ROWS if ROWS < 32 else 128
     r = tl.arange(0, ROWS)
-    inside = (r < count)[:, None]
+    inside = r < count
     rows = (first + tl.minimum(r, count - 1)).to(tl.int64)
     at = tl.arange(0, CHUNK)
-    if TO == "fp8_block":
-        for c in range(0, D, CHUNK):
-            there = inside & (c + at < D)[None, :]
-            v = tl.load(out + rows[:, None] * D + (c + at)[None, :], mask=there, other=0.0, cache_modifier=".cg")
-            groups = v.to(tl.float32).reshape(ROWS, CHUNK // 128, 128)
-            largest = tl.max(tl.abs(groups), 2)
-            q = quantize(groups * tl.where(largest > 0, 448.0 / largest, 0.0)[:, :, None], "fp8")
-            tl.store(y + rows[:, None] * D + (c + at)[None, :], q.reshape(ROWS, CHUNK), mask=there)
-            group = c // 128 + tl.arange(0, CHUNK // 128)
-            tl.store(y_scale + rows[:, None] * (D // 128) + group[None, :], largest / 448.0,
-                     mask=inside & (group < D // 128)[None, :])
-    else:
-        peak = tl.zeros((ROWS,), tl.float32)
+    peak = tl.zeros((ROWS,), tl.float32)
+    if TO != "fp8_block":
         for c in range(0, D, CHUNK):
             v = tl.load(out + rows[:, None] * D + (c + at)[None, :], mask=(c + at < D)[None, :], other=0.0,
                         cache_modifier=".cg")
             peak = tl.maximum(peak, tl.max(tl.abs(v.to(tl.float32)), 1))
-        inverse = tl.where(peak > 0, limit(TO) / peak, 0.0)
-        factor = tl.where(peak > 0, peak / limit(TO), 1.0)
-        if TO == "nvfp4":
-            tl.store(y_factor + rows, factor, mask=r < count)
-        else:
-            tl.store(y_scale + rows, peak / limit(TO), mask=r < count)
-        for c in range(0, D, CHUNK):
-            there = inside & (c + at < D)[None, :]
-            v = tl.load(out + rows[:, None] * D + (c + at)[None, :], mask=there, other=0.0, cache_modifier=".cg")
-            if TO == "nvfp4":
-                packed, scale = to_nvfp4(v.to(tl.float32) / factor[:, None], ROWS, CHUNK)
-                half = c // 2 + tl.arange(0, CHUNK // 2)
-                tl.store(y + rows[:, None] * (D // 2) + half[None, :], packed, mask=inside & (half < D // 2)[None, :])
-                block = c // 16 + tl.arange(0, CHUNK // 16)
-                tl.store(y_scale + rows[:, None] * (D // 16) + block[None, :], scale,
-                         mask=inside & (block < D // 16)[None, :])
-            else:
-                q = quantize(v.to(tl.float32) * inverse[:, None], TO)
-                tl.store(y + rows[:, None] * D + (c + at)[None, :], q, mask=there)
-                if SUMS > 0:
-                    GROUPS: tl.constexpr = (D + SUMS - 1) // SUMS
-                    sums = c // SUMS + tl.arange(0, CHUNK // SUMS)
-                    tl.store(y_sum + rows[:, None] * GROUPS + sums[None, :], group_sums(q, SUMS),
-                             mask=inside & (sums < GROUPS)[None, :])
+    for c in range(0, D, CHUNK):
+        there = inside[:, None] & (c + at < D)[None, :]
+        v = tl.load(out + rows[:, None] * D + (c + at)[None, :], mask=there, other=0.0, cache_modifier=".cg")
+        store_columns(v.to(tl.float32), peak, y, y_scale, y_factor, y_sum, rows, inside, c, D, ROWS, CHUNK, TO, SUMS)
 
 
 @triton.jit

@@ -136,9 +136,9 @@ def _tiles(p: Problem, device: Device) -> list[Tile]:
         wide = not large and not eight and (rows == 16 or device.has_warpgroup_mma)
         for positions in (32, 64) if large else (64, 128) if wide else (64,):
             blocks = num_tiles(p, tokens) * p.kv_heads
-            warps = (8,) if rows >= 128 or (rows >= 64 and eight and not device.has_warpgroup_mma) else (4,)
+            warps = [8 if rows >= 128 or (rows >= 64 and eight and not device.has_warpgroup_mma) else 4]
             if large and p.rope is not None and tokens * p.group > 16:
-                warps = (4, 8)  # turned queries of two rows of fragments spill where four warps hold them
+                warps = [4, 8]  # turned queries of two rows of fragments spill where four warps hold them
             for splits in (1, 2, 4, 8, 16):
                 enough = splits == 1 or (blocks * splits <= 4 * device.num_sms
                                          and p.max_tokens_seen >= splits * positions)
