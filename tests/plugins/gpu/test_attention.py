@@ -10,7 +10,10 @@ import pytest
 from ingot.compiler.gpu.interpret import Call, Interpreter
 from ingot.plugins.attention import reference
 from ingot.plugins.attention.tactics import Problem, Rope, Tile, candidates, launch
-from ingot.plugins.gpu.kernel import GpuKernel
+from ingot.plugins.gpu.kernel import GpuKernel, GpuLaunch
+from ingot.plugins.quantize.tactics import Problem as Quantize
+from ingot.plugins.quantize.tactics import candidates as quantize_candidates
+from ingot.plugins.quantize.tactics import split_form
 from ingot.plugins.rope.tactics import Problem as RopeProblem
 from ingot.plugins.rope.tactics import candidates as rope_candidates
 
@@ -198,3 +201,36 @@ def test_tall_tiles_of_large_heads_compile_without_spills(kv_type: str) -> None:
     code = compiled([kernel for kernels in splits.values() for kernel in kernels], "sm_80")
     assert len(splits) > 1
     assert all(min(code[kernel].spill_stores for kernel in kernels) == 0 for kernels in splits.values())
+
+
+@pytest.mark.parametrize("y_type", ["fp8", "int8", "int8_sum32", "fp8_block", "nvfp4"])
+@pytest.mark.parametrize("tile", [MIXED, MIXED_SPLIT])
+def test_what_is_quantized_is_that_of_a_launch_of_its_own(interpreter: Interpreter, tile: Tile, y_type: str) -> None:
+    lengths, counts, d = [40, 21], [6, 1], 128
+    rng = np.random.default_rng(3)
+    paged = Paged(lengths, counts, 2, 32, 32, "fp32")
+    paged.fill(*([rng.standard_normal((n, 2, 32)) for n in lengths] for _ in "kv"), (1.0, 1.0))
+    total = sum(counts)
+    p = Problem(total + 2, paged.max_batch, 4, 2, 32, 32, 32**-0.5, "fp32", "fp32", BLOCK_SIZE, paged.block_bytes,
+                paged.max_blocks, y_type=y_type)
+    one = launch(p, tile)
+    apart, = quantize_candidates(Quantize(total + 2, d, "fp32", y_type), device("sm_100a")).legal[0].launches
+    name, group = split_form(y_type)
+    scales = {"nvfp4": (np.uint8, 16), "fp8_block": (np.float32, 128)}.get(name, (np.float32, d))
+    made = {"y": np.full((total + 2, d // 2 if name == "nvfp4" else d), 0x55, np.uint8),
+            "y_scale": np.zeros((total + 2, d // scales[1]), scales[0]), "y_factor": np.zeros(total + 2, np.float32),
+            "y_sum": np.zeros((total + 2, d // (group or d)), np.float16)}
+    arrays = {"q": store(rng.standard_normal((total, 4, 32)), "fp32"), "out": unwritten((total + 2, 4, 32), "fp32"),
+              **paged.step, **paged.parts(), **scratch(one), **made,
+              "arrived": np.zeros(one.zeroed_bytes // 4, np.int32)}
+
+    def run(what: GpuLaunch, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        needed = {parameter for parameter, _ in what.kernel.parameters}
+        return interpreter.run([(what, {})], {key: array.copy() for key, array in given.items() if key in needed})
+
+    together = run(one, arrays)
+    separate = run(apart, made | {"x": together["out"].reshape(-1, d), "sizes": np.array([total, 1, 1], np.int32)})
+    written = made.keys() & separate.keys()
+    assert written >= {"y", "y_scale"} and not together["arrived"].any()
+    for key in written:
+        assert np.array_equal(together[key], separate[key]), key
