@@ -209,7 +209,8 @@ def test_what_is_quantized_is_that_of_a_launch_of_its_own(interpreter: Interpret
     lengths, counts, d = [40, 21], [6, 1], 128
     rng = np.random.default_rng(3)
     paged = Paged(lengths, counts, 2, 32, 32, "fp32")
-    paged.fill(*([rng.standard_normal((n, 2, 32)) for n in lengths] for _ in "kv"), (1.0, 1.0))
+    keys, values = ([rng.standard_normal((n, 2, 32)) for n in lengths] for _ in range(2))
+    paged.fill(keys, values)
     total = sum(counts)
     p = Problem(total + 2, paged.max_batch, 4, 2, 32, 32, 32**-0.5, "fp32", "fp32", BLOCK_SIZE, paged.block_bytes,
                 paged.max_blocks, y_type=y_type)
