@@ -49,17 +49,18 @@ def candidates(w: np.ndarray, matters: np.ndarray, statistics: InputStatistics, 
     """
     rms = np.sqrt(_gathered(np.maximum(statistics.mean_square, 0), scale, np.mean))
     most = _gathered(statistics.amax, scale, np.max)
-    weight = _gathered(np.abs(w).max(axis=0), scale, np.max)
-    found = [rms ** np.float32(power) for power in _POWERS_OF_INPUTS]
     with np.errstate(divide="ignore", invalid="ignore"):
-        found += [most ** np.float32(share) / weight ** np.float32(1 - share) for share in _SHARES]
         if integers:
             size = np.sqrt(_gathered(matters @ np.square(w), scale, np.mean))
             found = [inputs ** np.float32(share) / size ** np.float32(1 - share)
-                      for inputs in (rms, most) for share in _SHARES_OF_INTEGERS]
+                     for inputs in (rms, most) for share in _SHARES_OF_INTEGERS]
             begin = _bounded(np.sqrt(rms / size))
             if begin is not None:
                 found += [_least(w, matters, statistics, scale, np.log(begin), share) for share in _SHARES_OF_WEIGHTS]
+        else:
+            weight = _gathered(np.abs(w).max(axis=0), scale, np.max)
+            found = [rms ** np.float32(power) for power in _POWERS_OF_INPUTS]
+            found += [most ** np.float32(share) / weight ** np.float32(1 - share) for share in _SHARES]
     distinct: dict[bytes, np.ndarray] = {}
     for values in found:
         candidate = _bounded(values)
