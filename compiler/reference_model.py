@@ -39,8 +39,8 @@ class ReferenceModel:
             return
         folder, options = (path.parent, {"gguf_file": path.name}) if path.is_file() else (path, {})
         self.model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True, **options
-        ).eval()
+            folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager",
+            local_files_only=True, **options).eval()
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """[T, vocab_size] f32."""

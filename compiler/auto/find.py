@@ -152,8 +152,7 @@ class Finder:
     def _candidates(self) -> list[list[str]]:
         """Schemes of each unit, in all variants."""
         base = with_layers(self.base, self.request.layers or {}, self.target.gpu)
-        plain = [allowed(unit, self.schemes, base) if unit.role != "experts" else [base.layer_scheme(
-            unit.names, unit.role)] for unit in self._units]
+        plain = [allowed(unit, self.schemes, base) for unit in self._units]
         return [list(dict.fromkeys(scheme if groups is None else regrouped(scheme, *groups)
                                    for groups in self._variants for scheme in names)) for names in plain]
 
@@ -205,7 +204,7 @@ class Finder:
                 form = GPU_SCHEMES[scheme].weights
                 precision = with_groups(precision, form.channels_per_scale, form.minimum)
             graph = run_passes(self._graph, gpu_pipeline(precision, precision.kv))
-            weights = [weight for weight in QuantizedGraph(graph, True).weights if len(weight.expr.shape) == 2]
+            weights = QuantizedGraph(graph, True).weights
             calibration = calibrated(self.source.checkpoint, weights, inputs, method,
                                      lambda detail, scheme=scheme: self.clock.progress(  # type: ignore[misc]
                                          "calibrate", f"{scheme}, {detail}"))
@@ -220,7 +219,8 @@ class Finder:
             for number, unit in enumerate(self._units):
                 self.clock.progress("round", f"{number}/{len(self._units)} {unit.names[0]}")
                 for scheme in self._candidates[number]:
-                    errors.get(unit, scheme)
+                    for part in unit.stored:
+                        errors.get(part, scheme)
         prefix = list(self._tokenizer.encode(""))
         tokens = [token for document in self._text.documents
                   for token in self._tokenizer.encode(document, add_special_tokens=False)]

@@ -8,7 +8,7 @@ x / s, times s, gives what the engine gives.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -38,10 +38,23 @@ class GpuRounding:
         self._last: tuple[tuple[str, str], np.ndarray] | None = None
 
     def error(self, unit: Unit, scheme: str) -> np.ndarray | None:
-        """float32 [N, K], what rounding adds to the unit's weights; None where that is not known."""
+        """float32 [N, K], of experts [E, N, K]: what rounding adds to the unit's weights; None where that is not known.
+        """
+        if unit.role == "experts":
+            return self._error_of_experts(unit, scheme)
         parts = [self._error(matrix, scheme) for matrix in unit.matrices]
         found = [part for part in parts if part is not None]
         return np.concatenate(found) if len(found) == len(parts) else None
+
+    def _error_of_experts(self, unit: Unit, scheme: str) -> np.ndarray | None:
+        """They have no scales, and rows are rounded alone: in whatever order the engine has them."""
+        known, (matrix,) = self._schemes.get(scheme), unit.matrices
+        for weight in known.weights if known is not None else ():
+            if weight.parameters == matrix.parameters and weight.expr.shape == matrix.weight.shape:
+                assert known is not None
+                values = replace(weight, expr=matrix.weight).values(self._checkpoint, known.calibration.moments(weight))
+                return np.asarray(values - evaluate(matrix.weight, self._checkpoint))
+        return None
 
     def scale(self, unit: Unit, scheme: str) -> np.ndarray | None:
         """float32 [K]: of the unit's inputs; None for ones."""

@@ -1,8 +1,9 @@
 """What weights and inputs are worth in a scheme, of CPU or GPU targets alike."""
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from ingot.plugins.scheme import BLOCK, SCHEMES
 from ..checkpoint.checkpoint import Checkpoint
 from ..targets import Target
 from ..weights.evaluate import evaluate
-from ..weights.packed import PackedWeight, Packing
+from ..weights.packed import PANELS, ROWS, PackedWeight, Packing
 from .gpu_rounding import GpuRounding
 from .units import Unit
 
@@ -45,8 +46,17 @@ def rounded_inputs(x: torch.Tensor, scheme: str, target: Target, scale: np.ndarr
     return torch.from_numpy(np.ascontiguousarray(values)).reshape(x.shape)
 
 
+def rounding_of(unit: Unit, scheme: str, target: Target, errors: RoundingErrors) -> Callable[..., Any] | None:
+    """What the scheme's kernels do to the unit's inputs; None for nothing."""
+    if not input_kind(scheme, target):
+        return None
+    scale = errors.scale(unit, scheme)
+    return lambda x: rounded_inputs(x, scheme, target, scale)
+
+
 class RoundingErrors:
     """For a unit and a scheme: the stored weights less those of the checkpoint, bf16 [N, K]; None where they are equal.
+    A unit of experts is asked for by its stored parts, [E, N, K] each.
 
     Made when first asked for, and kept: two bytes a weight and scheme, besides the model.
     """
@@ -77,21 +87,23 @@ class RoundingErrors:
         if found is None:
             plain = evaluate(unit.weight, self._checkpoint)
             if self._target.gpu is None:
-                n, k = plain.shape
-                found = unpack(self._pack(packed_weight(unit, scheme)), n, k, SCHEMES[scheme]) - plain
+                *experts, n, k = plain.shape
+                blobs = self._pack(packed_weight(unit, scheme)).reshape(math.prod(experts), -1)
+                values = np.stack([unpack(blob, n, k, SCHEMES[scheme]) for blob in blobs])
             else:
-                found = GPU_SCHEMES[scheme].stored(plain) - plain
+                values = packed_weight(unit, scheme, ROWS).values(self._checkpoint)
+            found = values.reshape(plain.shape) - plain
         error = torch.from_numpy(found)
         return error.to(torch.bfloat16) if error.count_nonzero() else None
 
 
-def packed_weight(unit: Unit, scheme: str) -> PackedWeight:
-    """As the builder of an engine makes it."""
+def packed_weight(unit: Unit, scheme: str, layout: str = PANELS) -> PackedWeight:
+    """As the builder of an engine makes it. unit: a stored one."""
     label = "+".join(unit.parameters)
-    return PackedWeight(label, unit.weight, Packing(scheme), label, unit.parameters)
+    return PackedWeight(label, unit.weight, Packing(scheme, layout), label, unit.parameters)
 
 
 def weights_to_calibrate(units: Sequence[Unit], schemes: Sequence[Sequence[str]]) -> list[PackedWeight]:
     """Every unit as it would be in four bits, if that is among its schemes."""
-    return [packed_weight(unit, scheme) for unit, names in zip(units, schemes, strict=True) for scheme in names
-            if scheme in SCHEMES and SCHEMES[scheme].weight_bits == 4 and unit.role != "experts"]
+    return [packed_weight(part, scheme) for unit, names in zip(units, schemes, strict=True) for scheme in names
+            if scheme in SCHEMES and SCHEMES[scheme].weight_bits == 4 for part in unit.stored]

@@ -8,14 +8,16 @@ the next token. To second order the KL divergence of the rounded model from the 
 t drawn from p itself for every token: the Fisher information in the direction of the error (Amari 1998; as a proxy of
 quantization error in HAWQ-V2, Dong et al. 2020, and in SqueezeLLM, Kim et al. 2024, where its diagonal stands for it).
 Here the error is that of the real scheme with the real inputs, and no diagonal over weights is taken: one forward and
-one backward pass give g of all units, and each scheme costs a multiplication with its weights. Errors of different
-units are taken as independent, so that their divergences add up.
+one backward pass give g of all units, and each scheme costs a multiplication with its weights; of experts, whose
+product with the weights of the router is what counts, one more pass through the layer. Errors of different units are
+taken as independent, so that their divergences add up. What is not seen: an error that makes a later layer's router
+choose other experts.
 """
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,8 +26,11 @@ from ingot.runtime.errors import WorkFailed
 from ..reference_model import ReferenceModel
 from ..targets import Target
 from .modules import Part, parts_of
-from .rounded import RoundingErrors, input_kind, rounded_inputs
+from .rounded import RoundingErrors, input_kind, rounded_inputs, rounding_of
 from .units import Unit
+
+if TYPE_CHECKING:
+    from .experts import Experts
 
 _LOGITS_BYTES = 256 << 20
 """Of the windows that are read at a time."""
@@ -41,12 +46,20 @@ def sensitivities(reference: ReferenceModel, units: Sequence[Unit], schemes: Seq
     """
     import torch
 
+    from .experts import Experts, experts_of
+
     model = reference.model
-    found = [parts_of(model, unit) for unit in units]
+    found: list[Sequence[Part | Experts]] = []
+    for unit in units:
+        experts = experts_of(model, unit)
+        found.append(parts_of(model, unit) if experts is None else [experts])
     scores: list[dict[str, list[torch.Tensor]]] = [{scheme: [] for scheme in names} if parts else {}
                                                    for names, parts in zip(schemes, found, strict=True)]
     sums: dict[tuple[int, str], torch.Tensor] = {}  # g . d of each token
     generator = torch.Generator().manual_seed(0)
+
+    def add(number: int, scheme: str, total: torch.Tensor) -> None:
+        sums[number, scheme] = sums.get((number, scheme), 0) + total
 
     def watch(number: int, part: Part) -> Callable[..., None]:
         def meet(x: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -62,7 +75,7 @@ def sensitivities(reference: ReferenceModel, units: Sequence[Unit], schemes: Seq
                 seen, total = rounded[kind]
                 if (error := errors.get(units[number], scheme)) is not None:
                     total = total + (gradient * part.by_weights(seen, error)).sum(-1)
-                sums[number, scheme] = sums.get((number, scheme), 0) + total
+                add(number, scheme, total)
 
         def leave(module: torch.nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
             x = inputs[0].detach()
@@ -70,6 +83,21 @@ def sensitivities(reference: ReferenceModel, units: Sequence[Unit], schemes: Seq
             def hook(gradient: torch.Tensor) -> None:
                 with torch.no_grad():
                     meet(x, gradient)
+            output.register_hook(hook)
+        return leave
+
+    def watch_experts(number: int, experts: Experts) -> Callable[..., None]:
+        def leave(module: torch.nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+            if not output.requires_grad:  # called by the hook below
+                return
+            given, plain = tuple(value.detach() for value in inputs), output.detach()
+
+            def hook(gradient: torch.Tensor) -> None:
+                with torch.no_grad():
+                    for scheme in schemes[number]:
+                        weights = experts.rounded(lambda part, scheme=scheme: errors.get(part, scheme))
+                        change = experts.output(weights, rounding_of(units[number], scheme, target, errors), given)
+                        add(number, scheme, (gradient * (change - plain)).sum(-1).reshape(-1, length))
             output.register_hook(hook)
         return leave
 
@@ -83,7 +111,8 @@ def sensitivities(reference: ReferenceModel, units: Sequence[Unit], schemes: Seq
         stack.callback(embeddings.register_forward_hook(lambda m, i, out: out.requires_grad_()).remove)
         for number, parts in enumerate(found):
             for part in parts:
-                stack.callback(part.module.register_forward_hook(watch(number, part)).remove)
+                met = watch_experts(number, part) if isinstance(part, Experts) else watch(number, part)
+                stack.callback(part.module.register_forward_hook(met).remove)
         for begin in range(0, count, at_once):
             progress(begin * length, count * length)
             ids = torch.from_numpy(windows[begin:begin + at_once])

@@ -33,8 +33,15 @@ class Unit:
         return tuple(matrix.weight.shape for matrix in self.matrices)
 
     @property
+    def stored(self) -> tuple[Unit, ...]:
+        """What is stored as one weight each: itself, or each kind of its experts' matrices."""
+        if self.role != "experts":
+            return (self,)
+        return tuple(Unit((matrix,), self.choices) for matrix in self.matrices)
+
+    @property
     def weight(self) -> WeightExpr:
-        """The matrices below each other, as they are merged."""
+        """The matrices below each other, as they are merged; of one matrix of experts [E, N, K]."""
         return concat([matrix.weight for matrix in self.matrices], 0)
 
     @property

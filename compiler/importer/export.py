@@ -150,10 +150,11 @@ def _model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
 
 
 def empty_model(config: PretrainedConfig) -> PreTrainedModel:
-    """The causal-LM class of the configuration, in f32, with memory for parameters that are to be filled, and eager
-    attention."""
+    """The causal-LM class of the configuration, in f32, with memory for parameters that are to be filled; eager
+    attention, and experts that are called one after the other."""
     with no_init_weights(), _quiet():
-        return _model_class(config)._from_config(_plain(config), attn_implementation="eager", dtype=torch.float32)
+        return _model_class(config)._from_config(_plain(config), attn_implementation="eager",
+                                                 experts_implementation="eager", dtype=torch.float32)
 
 
 def model_without_memory(config: PretrainedConfig) -> PreTrainedModel:
