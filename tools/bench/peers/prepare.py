@@ -19,7 +19,8 @@ from .environments import Say, environment, run
 LLAMA_CPP = "llama-cpp-python==0.3.36"
 TORCH = "torch==2.13.0"
 ENVIRONMENTS = {
-    "openvino": (TORCH, "openvino-genai==2026.4.1.0 optimum-intel==2.2.0 openvino-tokenizers==2026.4.1.0 nncf==3.4.0"),
+    "openvino": (TORCH, "openvino-genai==2026.4.1.0 optimum-intel==2.2.0 openvino-tokenizers==2026.4.1.0 nncf==3.4.0 "
+                 "transformers==5.0.0"),
     "onnxruntime": (TORCH, "onnxruntime-genai==0.18.0 transformers==5.5.* onnx==1.23.2 onnx-ir"),
     "ctranslate2": (TORCH, "ctranslate2==4.8.5 transformers<5 sentencepiece"),
 }
