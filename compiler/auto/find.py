@@ -39,7 +39,7 @@ from .simulate import rounded, windows_of
 from .units import Unit, find_units
 
 if TYPE_CHECKING:
-    from ..build import BuildRequest
+    from ..build_request import BuildRequest
 
 NUM_WINDOWS = 8
 WINDOW_TOKENS = 128

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from ..build import BuildRequest, ranks_suffix
+from ..build_request import BuildRequest, ranks_suffix
 from .fields import RECIPE, BadRecipe, check
 
 _SHARED = ("tensor_parallel", "kv_precision", "calibrate", "calibration", "quantization_method",
