@@ -8,7 +8,9 @@ if anything differs by more than it may.
 
     graph    relative error of the engine's logits, against its final graph interpreted in float32: matrices and their
              inputs quantized as the precision says, nothing else rounded
-    float32  the same for an engine in which nothing else is rounded either: what remains is the order of sums
+    float32  the same for an engine in which nothing else is rounded either: what remains is the order of sums. Of the
+             middle token: now and then an input lies between two codes so exactly that the order of a sum decides, and
+             that token and those behind it differ by what a code is worth; told as "codes differ in N"
     engine, scheme  relative errors of the engine and of that graph against Hugging Face's model in float32
 
 In models with experts, tokens whose choice of experts is a near tie are left out: whoever rounds otherwise chooses
@@ -140,6 +142,24 @@ def relative(got: np.ndarray, wanted: np.ndarray) -> float:
 
 
 @dataclass(frozen=True)
+class Exactness:
+    """Relative errors of tokens: the median's, and how many of them have more than FLOAT32_BOUND; whole: all together.
+    """
+
+    median: float
+    whole: float
+    beyond: int
+
+    @classmethod
+    def of(cls, got: np.ndarray, wanted: np.ndarray) -> Exactness:
+        each = np.linalg.norm(got - wanted, axis=1) / np.linalg.norm(wanted, axis=1)
+        return cls(float(np.median(each)), relative(got, wanted), int((each > FLOAT32_BOUND).sum()))
+
+    def __str__(self) -> str:
+        return f"{self.median:.1e}" + (f", codes differ in {self.beyond}" if self.beyond else "")
+
+
+@dataclass(frozen=True)
 class Row:
     """Errors over num_clear tokens of num_tokens. float32: None where the precision quantizes no inputs. greedy: where
     answers were compared; gap of those differences that no near tie of experts explains; logit_error: the engine's
@@ -150,7 +170,7 @@ class Row:
     target: str
     precision: str
     graph: float
-    float32: float | None
+    float32: Exactness | None
     engine: float
     scheme: float
     greedy: Greedy | None
@@ -168,8 +188,9 @@ class Row:
             if not self.graph <= bound:
                 found.append(f"{where}: relative error {self.graph:.2e} against the graph exceeds {bound:.0e}")
         else:
-            if not self.float32 <= FLOAT32_BOUND:
-                found.append(f"{where}: relative error {self.float32:.2e} in float32 exceeds {FLOAT32_BOUND:.0e}")
+            if not (self.float32.median <= FLOAT32_BOUND and self.float32.whole <= BOUND):
+                found.append(f"{where}: relative error {self.float32.median:.2e} in float32 exceeds "
+                             f"{FLOAT32_BOUND:.0e}, or {self.float32.whole:.2e} of all tokens {BOUND:.0e}")
             if not self.engine <= WORSE * self.scheme + BOUND:
                 found.append(f"{where}: the engine's error {self.engine:.2e} is beyond its scheme's {self.scheme:.2e}")
         if self.gap > EXPLAINED * self.logit_error:
@@ -203,7 +224,7 @@ def emulate(model: str, checkpoint: Path, target: str, precision: str, folder: P
             path = _built(checkpoint, target, wide, folder, cache)
             exact = Reference.of(checkpoint, target, wide, LIMITS["max_seq_len"], cache).logits(tokens)
             with Engine.load(path, device="emulator", kv_cache_tokens=512) as engine:
-                float32 = relative(engine.logits(tokens), exact)
+                float32 = Exactness.of(engine.logits(tokens), exact)
     return Row(model, target, precision, relative(logits, graph), float32, relative(logits, wanted),
                relative(graph, wanted), greedy, gap, float(np.sqrt(np.mean((logits - wanted) ** 2))),
                int(clear.sum()), len(clear), time.perf_counter() - begin)
@@ -239,7 +260,7 @@ def report(rows: Sequence[Row]) -> str:
     lines = ["| model | target | precision | tokens | graph | float32 | engine | scheme | greedy tokens equal | s |",
              "|---|---|---|---|---|---|---|---|---|---|"]
     for row in rows:
-        float32 = "" if row.float32 is None else f"{row.float32:.1e}"
+        float32 = "" if row.float32 is None else str(row.float32)
         greedy = ""
         if row.greedy is not None:
             count = row.greedy.num_tokens

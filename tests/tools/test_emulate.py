@@ -16,7 +16,17 @@ from ingot.compiler.precision import GPU_PRECISIONS, find_precision
 from ingot.compiler.targets import find_target
 from ingot.runtime.folders import cache_folder
 from tests.compiler.graphs import Builder, Weights
-from tools.emulate import FAMILIES, QUANTIZES_INPUTS, Reference, Row, emulate, in_float32, random_checkpoint, report
+from tools.emulate import (
+    FAMILIES,
+    QUANTIZES_INPUTS,
+    Exactness,
+    Reference,
+    Row,
+    emulate,
+    in_float32,
+    random_checkpoint,
+    report,
+)
 
 FINE = Row("llama", "h200", "bf16", 8e-3, None, 1e-2, 7e-3, Greedy(16, ()), 0.0, 0.01, 40, 40, 1.0)
 
@@ -24,10 +34,12 @@ FINE = Row("llama", "h200", "bf16", 8e-3, None, 1e-2, 7e-3, Greedy(16, ()), 0.0,
 @pytest.mark.parametrize(("changes", "told"), [
     ({}, None), ({"graph": 2.1e-2}, "against the graph exceeds 2e-02"), ({"graph": float("nan")}, "nan against the"),
     ({"precision": "fp32"}, "exceeds 1e-03"), ({"precision": "fp32", "graph": 9e-4}, None),
-    ({"precision": "fp8", "float32": 1e-6, "graph": 0.06, "engine": 0.08, "scheme": 0.08}, None),
-    ({"precision": "fp8", "float32": 2e-3}, "in float32 exceeds 1e-03"),
-    ({"precision": "fp8", "float32": float("nan")}, "nan in float32"),
-    ({"precision": "fp8", "float32": 1e-6, "engine": 0.13, "scheme": 0.08}, "the engine's error 1.30e-01 is beyond"),
+    ({"precision": "fp8", "float32": Exactness(1e-6, 1e-6, 0), "graph": 0.06, "engine": 0.08, "scheme": 0.08}, None),
+    ({"precision": "fp8", "float32": Exactness(2e-3, 2e-3, 24)}, "in float32 exceeds 1e-03"),
+    ({"precision": "int8", "float32": Exactness(1e-6, 3e-2, 7)}, "or 3.00e-02 of all tokens 2e-02"),
+    ({"precision": "fp8", "float32": Exactness(float("nan"), float("nan"), 0)}, "nan in float32"),
+    ({"precision": "fp8", "float32": Exactness(1e-6, 1e-6, 0), "engine": 0.13, "scheme": 0.08},
+     "the engine's error 1.30e-01 is beyond"),
     ({"gap": 0.05}, None), ({"gap": 0.07}, "a greedy token differs where the two best logits are 0.070 apart"),
     ({"num_clear": 20}, None), ({"num_clear": 19}, "only 19 of 40 tokens choose their experts clearly")])
 def test_what_fails(changes: dict[str, Any], told: str | None) -> None:
@@ -37,11 +49,11 @@ def test_what_fails(changes: dict[str, Any], told: str | None) -> None:
 
 def test_the_report() -> None:
     differs = Greedy(16, (GreedyDifference(0, 3, 0.05),))
-    rows = [FINE, replace(FINE, precision="fp8", float32=5e-7, greedy=None), replace(FINE, greedy=differs, gap=0.05),
-            replace(FINE, greedy=differs, num_clear=38)]
+    rows = [FINE, replace(FINE, precision="fp8", float32=Exactness(5e-7, 4e-3, 7), greedy=None),
+            replace(FINE, greedy=differs, gap=0.05), replace(FINE, greedy=differs, num_clear=38)]
     lines = report(rows).splitlines()[2:]
     assert lines[0] == "| llama | h200 | bf16 | 40 | 8.0e-03 |  | 1.0e-02 | 7.0e-03 | 16 of 16 | 1 |"
-    assert "| 5.0e-07 |" in lines[1]
+    assert "| 5.0e-07, codes differ in 7 |" in lines[1]
     assert "15 of 16 (gap 0.050, error 0.010)" in lines[2]
     assert "| 38 of 40 |" in lines[3] and "15 of 16 (experts at a near tie)" in lines[3]
 
