@@ -6,10 +6,11 @@ Templates come with models and are not trusted: they run without access to Pytho
 import datetime
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -49,6 +50,12 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise ChatTemplateError(f"chat template, line {error.lineno}: {error.message}") from None
         self._variables = dict(variables or {})
+        self._environment, self._source = environment, source
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """The variables that the template asks for: messages, tools, …"""
+        return frozenset(meta.find_undeclared_variables(self._environment.parse(self._source)))
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any) -> str:
         """The text of a chat; it ends where the answer begins.

@@ -160,9 +160,23 @@ class Tokenizer:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise EngineFormatError(f"{VOCABULARY}: malformed: {error!r}") from None
 
+    def special_tokens(self) -> dict[str, int]:
+        """The tokens that `decode` leaves out, by their texts."""
+        return {entry.content: token for token, entry in self._tokenizer.get_added_tokens_decoder().items()
+                if entry.special}
+
     @property
     def has_chat_template(self) -> bool:
         return self._chat_template is not None
+
+    @property
+    def chat_template(self) -> str | None:
+        """Its source."""
+        return self._chat_template
+
+    def template_uses(self, variable: str) -> bool:
+        """Whether the chat template asks for it. Raises ChatTemplateError."""
+        return variable in self._template.names
 
     @cached_property
     def _template(self) -> ChatTemplate:

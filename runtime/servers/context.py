@@ -36,6 +36,7 @@ class ServerSettings:
     tls_client_ca               PEM: clients must show a certificate that it has signed
     auth_token                  what clients must send as a bearer token; None: nothing
     max_message_bytes           of one request, on either server
+    tool_call_parser            how models write calls, one of NAMES of tool_calls; None: told by their chat templates
     """
 
     grpc_address: str | None = None
@@ -47,6 +48,7 @@ class ServerSettings:
     auth_token: str | None = None
     max_message_bytes: int = 32 << 20
     drain_timeout_s: float = 30.0
+    tool_call_parser: str | None = None
 
 
 class ServerContext:

@@ -29,6 +29,7 @@ from .context import ServerContext
 from .openai_errors import ApiError, invalid
 from .openai_request import Call, parse_chat, parse_completion, unknown_model
 from .openai_response import DONE, Answer, Envelope, EventWriter, Usage, to_json
+from .openai_tools import ToolForm, ToolForms, prompt_end
 from .served import ServedEngine
 
 _STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache",
@@ -44,6 +45,7 @@ class OpenAiApi:
 
     def __init__(self, context: ServerContext) -> None:
         self._context = context
+        self._tool_forms = ToolForms(context.settings.tool_call_parser)
         self._created = int(time.time())
 
     def routes(self) -> list[web.RouteDef]:
@@ -92,7 +94,10 @@ class OpenAiApi:
         with self._engine(request) as engine:
             call = parse_chat(body, self._context.model_name, _sampling_defaults(engine.generation_config),
                               engine.limits.max_seq_len)
+            form = None if call.tools is None else await self._tool_forms.of(engine)
             prompt = await chat_ids(engine, call.messages, call.template)
+            if form is not None:
+                call = _with_tools(engine, call, form, prompt)
             if call.fills_room:
                 room = max(1, engine.default_len - len(prompt))
                 call = replace(call, params=replace(call.params, max_tokens=room))
@@ -127,6 +132,8 @@ class OpenAiApi:
             return self._context.generate(engine, request)
         except IngotError as error:
             api_error = _api_error(error)
+            if api_error.param == "guide" and call.tools is not None:
+                api_error.param = "tools"
             if api_error.param == "prompt_token_ids":
                 where = "messages" if call.is_chat else "prompt" if number is None else f"prompt[{number}]"
                 api_error.param = where
@@ -137,8 +144,8 @@ class OpenAiApi:
     async def _whole(self, engine: ServedEngine, call: Call, envelope: Envelope, prompts: list[list[int]],
                      outputs: AsyncGenerator[tuple[int, RequestOutput], None]) -> web.Response:
         n, usage = call.params.n, Usage()
-        answers = [Answer(_echoed(engine, call, number), prompt) for number, prompt in enumerate(prompts)
-                   for _ in range(n)]
+        answers = [Answer(_echoed(engine, call, number), prompt, call.new_answer and call.new_answer())
+                   for number, prompt in enumerate(prompts) for _ in range(n)]
         prompt_logprobs: dict[int, Sequence[Any]] = {}
         async for number, output in outputs:
             answers[number * n + output.index].add(output)
@@ -191,6 +198,12 @@ class OpenAiApi:
         await response.write(DONE)
         await response.write_eof()
         return response
+
+
+def _with_tools(engine: ServedEngine, call: Call, form: ToolForm, prompt: list[int]) -> Call:
+    assert call.tools is not None and engine.tokenizer is not None, "else it has no form"
+    params = form.params(call.params, call.tools, prompt_end(engine.tokenizer, prompt))
+    return replace(call, params=params, new_answer=form.answers(call.tools, call.params.skip_special_tokens))
 
 
 def _echoed(engine: ServedEngine, call: Call, number: int) -> str | None:

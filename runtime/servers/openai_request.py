@@ -4,7 +4,7 @@ A field that is not known is an error that names it, as at OpenAI: a misspelt on
 null counts as absent.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,8 @@ from .openai_errors import ApiError, invalid
 from .openai_fields import Check
 from .openai_guides import guide
 from .openai_messages import chat_message
+from .openai_tool_answer import ToolAnswer
+from .openai_tools import ToolUse, tool_use
 
 # Taken over as they are; the left are names of SamplingParams.
 _SAMPLING: dict[str, Check] = {
@@ -71,13 +73,13 @@ _CHAT: dict[str, Check] = {
     "top_logprobs": fields.integer,
     "add_generation_prompt": fields.boolean,
     "chat_template_kwargs": fields.mapping,
+    "tools": fields.list_of(fields.mapping),
+    "tool_choice": lambda name, value: value,  # a word or a function
+    "parallel_tool_calls": fields.boolean,
 }
 # Known at OpenAI, and not done here; what leaves the answer as it is may be said.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -102,6 +104,8 @@ class Call:
     num_logprobs   alternatives told for each token; None: no logprobs
     no_answer      max_tokens was 0: only the prompt is echoed or scored
     fills_room     max_tokens was not given: the answer may become as long as there is room
+    tools          functions that may be called
+    new_answer     makes what reads an answer that may hold calls; None: answers are plain text
     """
 
     params: SamplingParams
@@ -118,6 +122,8 @@ class Call:
     priority: int = 0
     cache_salt: str | None = None
     timeout_s: float | None = None
+    tools: ToolUse | None = None
+    new_answer: Callable[[], ToolAnswer] | None = None
 
     @property
     def is_chat(self) -> bool:
@@ -161,16 +167,19 @@ def parse_chat(data: bytes, model: str, defaults: Mapping[str, Any], max_seq_len
     if body.get("logprobs") and num_logprobs is None:
         num_logprobs = 0
     params = _params(body, {**defaults, "logprobs": num_logprobs, "max_tokens": max_tokens})
-    template = template_variables(body)
+    template, tools = template_variables(body), tool_use(body)
+    if tools is not None:
+        template["tools"] = list(tools.definitions)
     messages = [chat_message(f"messages[{index}]", message) for index, message in enumerate(body["messages"])]
     return Call(params, messages=messages, template=template, num_logprobs=num_logprobs,
-                fills_room=not {"max_tokens", "max_completion_tokens"} & set(body), **_delivery(body))
+                fills_room=not {"max_tokens", "max_completion_tokens"} & set(body), tools=tools,
+                **_delivery(body))
 
 
 def template_variables(body: dict[str, Any]) -> dict[str, Any]:
     """What the chat template gets beside the messages. Raises ApiError."""
     template = body.get("chat_template_kwargs", {})
-    if reserved := {"messages", "add_generation_prompt"} & set(template):
+    if reserved := {"messages", "add_generation_prompt", "tools"} & set(template):
         raise invalid("chat_template_kwargs", f"chat_template_kwargs: {reserved.pop()} is a field of its own")
     return {**template, "add_generation_prompt": body.get("add_generation_prompt", True)}
 

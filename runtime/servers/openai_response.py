@@ -9,6 +9,7 @@ from typing import Any
 from ..executor.request import RequestOutput, TokenLogprobs
 from .openai_errors import ApiError
 from .openai_request import Call
+from .openai_tool_answer import ToolAnswer
 from .token_names import TokenNames
 
 DONE = b"data: [DONE]\n\n"
@@ -103,10 +104,11 @@ def _finite(logprob: float) -> float:
 
 @dataclass
 class Answer:
-    """One answer while it comes in."""
+    """One answer while it comes in. calls: reads it, if it may hold calls."""
 
     prompt: str | None
     prompt_ids: Sequence[int]
+    calls: ToolAnswer | None = None
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -114,10 +116,12 @@ class Answer:
     matched_stop: str | int | None = None
 
     def add(self, output: RequestOutput) -> None:
+        if self.calls is not None:
+            self.calls.add(output.text, output.finish_reason is not None)
         self.text.append(output.text)
         self.token_ids += output.token_ids
         self.logprobs += output.logprobs or ()
-        self.finish_reason = output.finish_reason
+        self.finish_reason = _reason(output, self.calls)
         self.matched_stop = output.matched_stop
 
     def choice(self, index: int, call: Call, prompt_logprobs: Sequence[TokenLogprobs | None] | None,
@@ -128,7 +132,8 @@ class Answer:
             text, token_ids, logprobs = "", [], []
         choice: dict[str, Any] = {"index": index}
         if call.is_chat:
-            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+            choice["message"] = {"role": "assistant", "content": text, "refusal": None} if self.calls is None else \
+                self.calls.message()
             choice["logprobs"] = None if call.num_logprobs is None else \
                 chat_logprobs(self.logprobs, call.num_logprobs, names)
         else:
@@ -150,6 +155,11 @@ class Answer:
         return choice
 
 
+def _reason(output: RequestOutput, calls: ToolAnswer | None) -> str | None:
+    """Why the answer ended, as clients are told."""
+    return output.finish_reason if calls is None else calls.finish_reason(output.finish_reason)
+
+
 def _prompt_entry(token: TokenLogprobs, names: TokenNames) -> dict[str, Any]:
     """As vLLM tells a prompt's logprobs: by token id."""
     ranked = enumerate(zip(token.top_ids, token.top_logprobs, strict=True), 1)
@@ -169,6 +179,7 @@ class EventWriter:
         self._head = f'data: {to_json(envelope.head(in_stream=True))[:-1]},"choices":['
         self._tail = '],"usage":null}\n\n' if call.include_usage else "]}\n\n"
         self._offsets: dict[int, Offsets] = {}
+        self._calls: dict[int, ToolAnswer] = {}
 
     def first(self, index: int) -> bytes:
         """Before the first output of a choice: a chat's role."""
@@ -180,22 +191,37 @@ class EventWriter:
 
     def output(self, index: int, output: RequestOutput) -> bytes:
         """Empty where an output shows nothing: no text, no logprobs, no end."""
-        call = self._call
-        if not output.text and output.finish_reason is None and call.num_logprobs is None and not call.return_token_ids:
+        call, calls = self._call, self._calls.get(index)
+        if call.new_answer is not None and calls is None:
+            calls = self._calls[index] = call.new_answer()
+        parts = self._parts(output, calls)
+        if not parts and output.finish_reason is None and call.num_logprobs is None and not call.return_token_ids:
             return b""
-        text = to_json(output.text)
-        content = f'"text":{text}'
-        if call.is_chat:
-            content = f'"delta":{{"content":{text}}}' if output.text else '"delta":{}'
         logprobs = "null" if call.num_logprobs is None or not output.logprobs else \
             to_json(self._logprobs(index, output, output.logprobs, call.num_logprobs))
-        end = "null" if output.finish_reason is None else f'"{output.finish_reason}"'
+        reason = _reason(output, calls)
+        end = "null" if reason is None else f'"{reason}"'
         more = ""
         if output.matched_stop is not None:
             more = f',"stop_reason":{to_json(output.matched_stop)}'
         if call.return_token_ids:
             more += f',"token_ids":{to_json(output.token_ids)}'
-        choice = f'{{"index":{index},{content},"logprobs":{logprobs},"finish_reason":{end}{more}}}'
+        *before, last = parts or ['"delta":{}' if call.is_chat else '"text":""']
+        return b"".join([*(self._event(index, part, "null", "null", "") for part in before),
+                         self._event(index, last, logprobs, end, more)])
+
+    def _parts(self, output: RequestOutput, calls: ToolAnswer | None) -> list[str]:
+        """What an output adds to an answer, as members of a choice: most often one."""
+        if calls is not None:
+            return [f'"delta":{to_json(delta)}'
+                    for delta in calls.add(output.text, output.finish_reason is not None)]
+        if not output.text:
+            return []
+        text = to_json(output.text)
+        return [f'"delta":{{"content":{text}}}' if self._call.is_chat else f'"text":{text}']
+
+    def _event(self, index: int, part: str, logprobs: str, end: str, more: str) -> bytes:
+        choice = f'{{"index":{index},{part},"logprobs":{logprobs},"finish_reason":{end}{more}}}'
         return f"{self._head}{choice}{self._tail}".encode()
 
     def _logprobs(self, index: int, output: RequestOutput, logprobs: Sequence[TokenLogprobs],

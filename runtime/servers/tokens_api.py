@@ -12,6 +12,7 @@ from .openai_api import ANSWERED_BY, chat_ids, json_response, text_ids
 from .openai_errors import invalid
 from .openai_messages import chat_message
 from .openai_request import check_model, known_fields, template_variables
+from .openai_tools import check_template, definitions
 from .versions import runtime_version
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 _TOKENIZE: dict[str, fields.Check] = {
     "model": fields.text, "prompt": fields.text, "messages": fields.list_of(fields.mapping),
     "add_special_tokens": fields.boolean, "add_generation_prompt": fields.boolean,
-    "chat_template_kwargs": fields.mapping}
+    "chat_template_kwargs": fields.mapping, "tools": fields.list_of(fields.mapping)}
 _DETOKENIZE: dict[str, fields.Check] = {"model": fields.text, "tokens": fields.list_of(fields.integer)}
 
 
@@ -70,12 +71,17 @@ class TokensApi:
 
 async def _ids(engine: ServedEngine, body: dict[str, Any]) -> list[int]:
     if "prompt" in body:
-        if "add_generation_prompt" in body or "chat_template_kwargs" in body:
-            raise invalid("messages", "messages: missing; add_generation_prompt and chat_template_kwargs are for chats")
+        if {"add_generation_prompt", "chat_template_kwargs", "tools"} & set(body):
+            raise invalid("messages", "messages: missing; add_generation_prompt, chat_template_kwargs and tools are "
+                                      "for chats")
         return await text_ids(engine, body["prompt"], "prompt", body.get("add_special_tokens", True))
     if body.get("add_special_tokens"):
         raise invalid("add_special_tokens", "add_special_tokens: the chat template writes them itself")
     messages = [chat_message(f"messages[{index}]", message) for index, message in enumerate(body["messages"])]
     if not messages:
         raise invalid("messages", "messages: empty; expected at least one message", "missing_field")
-    return await chat_ids(engine, messages, template_variables(body))
+    template = template_variables(body)
+    if tools := definitions(body.get("tools", [])):
+        await asyncio.to_thread(check_template, engine.tokenizer)
+        template["tools"] = tools
+    return await chat_ids(engine, messages, template)

@@ -26,6 +26,18 @@ def test_dialect(source: str, expected: str) -> None:
     assert ChatTemplate(source, {"bos_token": "<s>"}).render(MESSAGES, custom=7) == expected
 
 
+@pytest.mark.parametrize(("source", "asks"), [
+    ("{% for t in tools %}{{ t }}{% endfor %}", True),
+    ("{% if custom_tools is defined %}{% set tools = custom_tools %}{% endif %}"
+     "{% if not tools is defined %}{% set tools = none %}{% endif %}{{ tools }}", True),
+    ("{%- if tools %}x{% endif %}{% generation %}{% endgeneration %}", True),
+    ("{{ messages[0].tools }}{{ 'tools' }}", False),
+    ("{% set tools = [] %}{{ tools }}", False),
+])  # fmt: skip
+def test_variables_that_a_template_asks_for(source: str, asks: bool) -> None:
+    assert ("tools" in ChatTemplate(source).names) == asks
+
+
 def test_today() -> None:
     assert ChatTemplate("{{ strftime_now('%Y') }}").render([]) == str(datetime.datetime.now().year)
 

@@ -8,6 +8,8 @@ from typing import Any
 
 from .tool import Tool
 
+# The one way in which models are shown JSON; were blanks free, some would write them without end.
+_AS_TAUGHT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # Of a function that says nothing of its arguments.
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -29,7 +31,7 @@ class Grammar:
         return self.literal(text) if token is None else f"<[{token}]>"
 
     def json(self, schema: Mapping[str, Any]) -> str:
-        return self.rule(f"%json {json.dumps(schema)}")
+        return self.rule(f"%json {json.dumps({**schema, 'x-guidance': _AS_TAUGHT})}")
 
     def arguments(self, tool: Tool) -> str:
         return self.json(tool.parameters or _NO_ARGUMENTS)

@@ -7,7 +7,9 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -19,7 +21,8 @@ from ingot.runtime.sampling import SamplingParams
 from ingot.runtime.servers import http_server
 from ingot.runtime.servers.context import ServerContext, ServerSettings
 from ingot.runtime.servers.served import ServedEngine
-from tests.runtime.mock_engine import TEMPLATE
+from ingot.runtime.tokenizer import Tokenizer
+from tests.runtime.mock_engine import TEMPLATE, tokenizer_json
 from tests.runtime.servers.scripted_engine import running
 from tests.runtime.servers.test_metrics_text import page, samples
 
@@ -157,6 +160,31 @@ def test_many_at_once_answer_as_one_by_one(mock_path: Path) -> None:
     with serving(mock_path, EngineOptions(kv_cache_tokens=150, num_workers=1)) as (address, loaded):
         assert asyncio.run(ask(address, 30)) == asyncio.run(ask(address, 1))
         assert settled(loaded)
+
+
+def test_a_random_model_makes_the_call_that_it_is_bound_to(mock_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    tokenizer = Tokenizer(tokenizer_json(), {}, "{{ tools | length }}{{ messages[0].content }}")
+    tools: Any = [{"type": "function", "function": {"name": name, "parameters": {
+        "type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}}}
+        for name in "fg"]
+    messages: Any = [{"role": "user", "content": "x"}]
+    with LoadedEngine(mock_path, EngineOptions(kv_cache_tokens=256, num_workers=1)) as loaded:
+        async def start() -> http_server.HttpServer:
+            engine = replace(ServedEngine.of(loaded), tokenizer=tokenizer)
+            settings = ServerSettings(tool_call_parser="llama3_json")
+            return await http_server.start(ServerContext(engine, "tiny", settings), "127.0.0.1:0")
+
+        with running(start) as address, client_of(address) as client:
+            answer = client.chat.completions.create(
+                model="tiny", messages=messages, tools=tools, parallel_tool_calls=False,
+                tool_choice={"type": "function", "function": {"name": "g"}})
+        choice, = answer.choices
+        assert choice.finish_reason == "tool_calls" and choice.message.content is None
+        assert choice.message.tool_calls is not None
+        call, = choice.message.tool_calls
+        assert call.type == "function" and call.function.name == "g"
+        assert json.loads(call.function.arguments) in ({"a": True}, {"a": False})
 
 
 def test_a_chat_that_names_no_length_gets_what_room_there_is(speaking_checkpoint: Path, tmp_path: Path) -> None:

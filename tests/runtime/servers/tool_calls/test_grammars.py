@@ -60,7 +60,7 @@ def accepts(matcher: Matcher, text: str) -> bool:
 def test_whatever_is_let_through_is_read(guides: Guides, form: Form, several: bool) -> None:
     rng, num_complete = random.Random(5), 0
     for _ in range(6):
-        matcher, tokens = guides.start(guide(form, SMALL, several)), []
+        matcher, tokens = guides.start(guide(form, SMALL, several)), list[int]()
         while EOS not in (following := allowed(matcher)) and len(tokens) < 1500:
             tokens.append(rng.choice(following))
             matcher.advance(tokens[-1])
@@ -119,6 +119,14 @@ def test_arguments_that_must_come(guides: Guides) -> None:
     for text in ("[f()]", "[f(a=1)]", "[f(b=1)]", "[f(a=1, b=2)]"):
         assert accepts(guides.start(guide(Pythonic(), [tool])), text)
     assert not accepts(guides.start(guide(Pythonic(), [tool])), "[f(, b=2)]")
+
+
+def test_blanks_are_those_that_models_are_shown(guides: Guides) -> None:
+    tool = Tool("f", {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}}, "b": {}}})
+    text = '{"name": "f", "parameters": {"a": [1, 2], "b": {"c": null}}}'
+    assert accepts(guides.start(guide(Llama(), [tool])), text)
+    for other in (text.replace('": [', '":  ['), text.replace("[1, 2", "[1,2"), text.replace("{}", "{ }")):
+        assert accepts(guides.start(guide(Llama(), [tool])), other) == (other == text)
 
 
 def test_special_tokens_are_tokens(guides: Guides) -> None:
