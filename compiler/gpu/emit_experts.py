@@ -12,7 +12,7 @@ from ..errors import CannotCompile
 from ..ir.graph import Node
 from ..plan.plan import Arg
 from .emit_linear import quantized
-from .emit_router import BY_EXPERT, leads_to_router, lists, request_route, wanted, write_wanted
+from .emit_router import BY_EXPERT, lists, norm_behind, request_route, wanted, write_wanted
 from .lower import GpuLowering
 
 
@@ -77,7 +77,7 @@ def emit_combine(low: GpuLowering, node: Node) -> None:
     total = experts_tactics.Sum(low.tokens, int(d), int(choices), low.stored[x], low.stored[node.output],
                                 low.stored[residual[0]] if residual else "")
     args["x"] = low.arg(x)
-    norm = None if low.few else _norm_behind(low, node)
+    norm = norm_behind(low, node)
     if norm is not None:
         normed, form = wanted(low, norm.output)
         whole = replace(total, norm_eps=norm.attrs["eps"], normed=normed, normed_form=form)
@@ -135,16 +135,6 @@ def _matrix(low: GpuLowering, node: Node, problem: linear_tactics.Problem, norm:
     else:
         args["x"] = low.arg(x)
     return args | ({"bias": low.arg(bias[0])} if bias else {})
-
-
-def _norm_behind(low: GpuLowering, node: Node) -> Node | None:
-    """The first rms_norm that reads the rows of a sum, if no router takes it in."""
-    for user in low.users(node.output):
-        if (user.op, len(user.values)) == ("rms_norm", 2) and low.root(user.values[0]) == node.output \
-                and low.width(user.values[0]) == low.width(node.output) and low.rows(user.output) == "T" \
-                and user.output not in low.graph.outputs and low.stored[user.output] == low.stored[node.output]:
-            return None if leads_to_router(low, user) else user
-    return None
 
 
 def _by_expert(low: GpuLowering, node: Node, ids: str) -> dict[str, Arg]:

@@ -54,6 +54,17 @@ def leads_to_router(low: GpuLowering, norm: Node) -> Node | None:
     return None
 
 
+def norm_behind(low: GpuLowering, node: Node) -> Node | None:
+    """The first rms_norm that reads the rows of a node's result, where there are too many tokens for matrices to take
+    it in and no router does so."""
+    for user in () if low.few else low.users(node.output):
+        if (user.op, len(user.values)) == ("rms_norm", 2) and low.root(user.values[0]) == node.output \
+                and low.width(user.values[0]) == low.width(node.output) and low.rows(user.output) == "T" \
+                and user.output not in low.graph.outputs and low.stored[user.output] == low.stored[node.output]:
+            return None if leads_to_router(low, user) else user
+    return None
+
+
 def router_problem(low: GpuLowering, linear: Node, norm: Node | None, y: bool = False, form: str = "",
                    ) -> experts_tactics.Routing | None:
     """None if the matrix is no router, or has no such launch. norm: whose result it reads, if the launch has to make

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from ingot.plugins.embedding import tactics as embedding_tactics
 from ingot.plugins.linear.gpu_schemes import GPU_SCHEMES
@@ -20,12 +21,13 @@ from .emit_attention import emit_attention, emit_kv_write, emit_rope, emit_rope_
 from .emit_collective import emit_collective
 from .emit_experts import emit_combine, emit_expert_linear, emit_route
 from .emit_linear import emit_linear, wanted_form, write_quantized
-from .emit_router import emit_norm_and_router, emit_router
+from .emit_router import emit_norm_and_router, emit_router, norm_behind, wanted, write_wanted
 from .emit_select import emit_argmax, emit_cumsum, emit_matmul, emit_scatter, emit_softmax, emit_topk
 from .lower import GpuLowering
 
 
 def _embedding(low: GpuLowering, node: Node) -> None:
+    """For many tokens with the norm of the first layer."""
     w, ids = node.values
     if low.rows_of_tokens(ids) != 1:
         raise CannotCompile(f"embedding of {low.type(ids)}: the kernel looks up one id a token\n  in {node.origin}")
@@ -34,7 +36,17 @@ def _embedding(low: GpuLowering, node: Node) -> None:
                                         node.attrs.get("factor", 1.0))
     _, arrays = low.matrix(w, scheme.name)
     args = {**arrays, "ids": low.arg(ids), "y": low.output(node.output)}
-    low.request(node, low.candidates(problem, embedding_tactics.candidates), args, {node.output: "y"})
+    writes = {node.output: "y"}
+    norm = norm_behind(low, node)
+    if norm is not None:
+        normed, form = wanted(low, norm.output)
+        whole = replace(problem, norm_eps=norm.attrs["eps"], normed=normed, normed_form=form)
+        if low.candidates(whole, embedding_tactics.candidates).legal:
+            problem = whole
+            args |= {"norm_weight": low.arg(norm.values[1]), **write_wanted(low, norm.output, normed, form, "normed")}
+            low.made.add(norm.output)
+            writes |= {norm.output: "normed"} if normed else {}
+    low.request(node, low.candidates(problem, embedding_tactics.candidates), args, writes)
 
 
 def _norm(low: GpuLowering, node: Node) -> None:

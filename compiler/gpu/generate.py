@@ -41,6 +41,7 @@ class GpuProgram:
     """Everything of an engine but the bytes of its weights. code: symbol -> what the kernel compiled to.
 
     meetings: likewise, where ranks exchange values
+    tables: values that are made of positions alone
     """
 
     gpu: Gpu
@@ -55,6 +56,7 @@ class GpuProgram:
     table: list[dict[str, Any]]
     step_bytes: int
     meetings: dict[str, Any]
+    tables: frozenset[str]
 
     def target_facts(self) -> dict[str, Any]:
         """For the manifest."""
@@ -91,22 +93,29 @@ class GpuProgram:
 
     def facts(self) -> dict[str, Any]:
         """More of the manifest."""
-        return {"launches_per_layer": {str(bucket.tokens): launches_per_layer(bucket) for bucket in self.buckets}}
+        counts = {str(bucket.tokens): self.count_launches(bucket) for bucket in self.buckets}
+        return {"launches_per_layer": {tokens: max(layers.values(), default=0)
+                                       for tokens, (layers, _) in counts.items()},
+                "launches_outside_layers": {tokens: others for tokens, (_, others) in counts.items()}}
+
+    def count_launches(self, bucket: Bucket) -> tuple[dict[int, int], int]:
+        """(layer -> its launches, launches of a step that belong to none).
+
+        A launch belongs to the layer that its node's origin names; where it does the work of several nodes, to that of
+        the first: the sum over a layer's choices is that layer's, though it makes the norm of the next one too, and the
+        embedding is of no layer, though it makes the first norm. Nor are last norm, head, sampling, and tables, which
+        the first layer may name and all of them read.
+        """
+        found = [None if launch.writes and launch.writes.keys() <= self.tables else _LAYER.search(launch.origin)
+                 for launch in bucket.launches]
+        layers = Counter(int(match[1] or match[2]) for match in found if match)
+        return dict(layers), len(found) - layers.total()
 
     def members(self, compiler: str, cache: BuildCache | None = None) -> dict[str, bytes]:
         """Member of the engine -> its bytes."""
         found = {f"code/{name}.cubin": self.code[name].cubin for name in self.kernels}
         return found | {f"code/{kernel.module}.py": kernel.source.encode() for kernel in self.kernels.values()
                         if kernel.source}
-
-
-def launches_per_layer(bucket: Bucket) -> int:
-    """The most that layers take, a single one left out that differs from all others (behind the last layer stands what
-    is its own); 0 where the model names no layers."""
-    found = (_LAYER.search(launch.origin) for launch in bucket.launches)
-    counts = Counter(match[1] or match[2] for match in found if match)
-    shared = [count for count, layers in Counter(counts.values()).items() if layers > 1]
-    return max(shared or counts.values(), default=0)
 
 
 def generate(graph: Graph, gpu: Gpu, floats: str, limits: dict[str, int], block_size: int,
@@ -148,7 +157,16 @@ def generate(graph: Graph, gpu: Gpu, floats: str, limits: dict[str, int], block_
     return GpuProgram(gpu, tuple(buckets), kernels, code, tuple(weights.entries.values()), kv, probes, vocab,
                       workspace, kernel_report(asked, code, gpu.arch), layout.num_bytes,
                       {request.symbol: dict(request.kernel) for lowering, _ in lowered for request in lowering.requests
-                       if isinstance(request, Meeting)})
+                       if isinstance(request, Meeting)}, _tables(graph))
+
+
+def _tables(graph: Graph) -> frozenset[str]:
+    """Values that no token id has a part in."""
+    of_tokens = {"token_ids"}
+    for node in graph.nodes:
+        if not of_tokens.isdisjoint(node.values):
+            of_tokens.update(node.outputs)
+    return frozenset(name for node in graph.nodes for name in node.outputs if name not in of_tokens)
 
 
 def _workspace(launches: Sequence[GpuLaunch]) -> Workspace:

@@ -5,6 +5,7 @@ import triton.language as tl
 
 from ..gpu.math import dot, narrow
 from ..gpu.rows import order_key
+from ..norm.gpu import store_normalised
 from ..quantize.gpu import store_columns
 
 _GONE: tl.constexpr = tl.constexpr(-2147483648)
@@ -242,7 +243,7 @@ def combine(x, weights, residual, y, norm_weight, normed, q, q_scale, q_factor, 
     """y [T, D] = residual + sum over the choices of weights [T, CHOICES] * x [T, CHOICES, D].
 
     norm_weight f32 [D]: what rms_norm makes of the result goes to normed [T, D] in the type of y, and quantized to q
-    (store_columns); then a block has a whole row.
+    (store_row); then a block has a whole row.
     """
     token = tl.program_id(0).to(tl.int64)
     if token >= tl.load(sizes + ROWS):
@@ -257,11 +258,5 @@ def combine(x, weights, residual, y, norm_weight, normed, q, q_scale, q_factor, 
     rounded = narrow(acc, y.dtype.element_ty)
     tl.store(y + token * D + at, rounded, mask=at < D)
     if norm_weight is not None:
-        v = rounded.to(tl.float32)
-        v = v * tl.rsqrt(tl.sum(v * v, 0) / D + EPS) * tl.load(norm_weight + at, mask=at < D, other=0.0)
-        if normed is not None:
-            tl.store(normed + token * D + at, narrow(v, normed.dtype.element_ty), mask=at < D)
-        if q is not None:
-            row = token + tl.zeros((1,), tl.int64)
-            store_columns(v[None, :], tl.max(tl.abs(v), 0) + tl.zeros((1,), tl.float32), q, q_scale, q_factor,
-                          q_sum, row, row >= 0, token * 0, D, 1, BLOCK, TO, SUMS)
+        store_normalised(rounded.to(tl.float32), norm_weight, normed, q, q_scale, q_factor, q_sum, token, D, BLOCK,
+                         EPS, TO, SUMS)

@@ -24,7 +24,7 @@ from ..quantize.tactics import (
     BYTES,
     ELEMENTS,
     element,
-    output,
+    quantized_beside,
     row_block,
     row_bytes,
     row_warps,
@@ -173,13 +173,12 @@ def _route(p: Routing, tokens: int, splits: int, step: int, stages: int) -> Cand
     size = p.experts // p.groups
     chosen = min(tokens, _CHOSEN, max(8, power_of_two(p.m)))
     groups, tile_size = power_of_two(p.groups), max(power_of_two(size), 32 // power_of_two(p.groups))
-    scales, absent = output(p.y_form, False)
     floats = f"*{ELEMENTS[p.x_type]}"
     wanted: dict[str, Parameter | None] = {
         "x": floats if p.k else "*fp32", "norm_weight": "*fp32" if p.norm_eps is not None else None,
         "w": f"*{WEIGHTS[p.x_type]}" if p.k else None, "w_bias": "*fp32" if p.w_bias else None,
         "bias": "*fp32" if p.bias else None, "ids": "*i32", "weights": "*fp32", "order": "*i32", "starts": "*i32",
-        "y": floats if p.y else None, **_quantized(scales, absent), "sizes": "*i32",
+        "y": floats if p.y else None, **quantized_beside(p.y_form), "sizes": "*i32",
         "partial": "*fp32" if p.k else None, "arrived": "*i32"}
     constants: dict[str, Constant] = {
         "ROWS": SIZES["T"], "E": p.experts, "EP": p.tile_experts, "K": p.k, "NORM_EPS": p.norm_eps or 0.0,
@@ -212,12 +211,6 @@ def _route(p: Routing, tokens: int, splits: int, step: int, stages: int) -> Cand
     return Candidate(name, (launch,), cost, _router_bytes(p, tokens, step, stages) if p.k else 0)
 
 
-def _quantized(scales: dict[str, Parameter], absent: dict[str, Constant]) -> dict[str, Parameter | None]:
-    """Parameters of what is quantized beside y: those of quantize.tactics.output, by names that begin with q."""
-    return {f"q{part}": None if f"y{part}" in absent else scales[f"y{part}"]
-            for part in ("", "_scale", "_factor", "_sum")}
-
-
 def sorting(problem: Sorting, device: Device) -> Candidates:
     """Parameters: ids, order, starts, sizes."""
     p = problem
@@ -242,7 +235,6 @@ def summing(problem: Sum, device: Device) -> Candidates:
     if norm and (reason := unsupported_row(p.d, p.normed_form or p.y_type, device)):
         return Candidates(refused=(Refusal("combine", reason),))
     block = row_block(p.d, p.normed_form) if norm else min(1024, max(32, power_of_two(p.d)))
-    scales, absent = output(p.normed_form, False)
     words = (f"norm{p.norm_eps}", "normed" if p.normed else "", p.normed_form) if norm else ()
     kernel = GpuKernel(
         symbol("combine", f"d{p.d}", f"of{p.choices}", p.x_type, p.y_type,
@@ -250,7 +242,7 @@ def summing(problem: Sum, device: Device) -> Candidates:
         *arguments({"x": f"*{ELEMENTS[p.x_type]}", "weights": "*fp32",
                     "residual": f"*{ELEMENTS[p.residual]}" if p.residual else None, "y": f"*{ELEMENTS[p.y_type]}",
                     "norm_weight": "*fp32" if norm else None, "normed": f"*{ELEMENTS[p.y_type]}" if p.normed else None,
-                    **_quantized(scales, absent), "sizes": "*i32"},
+                    **quantized_beside(p.normed_form), "sizes": "*i32"},
                    {"ROWS": SIZES["T"], "D": p.d, "CHOICES": p.choices, "BLOCK": block, "EPS": p.norm_eps or 0.0,
                     **element(p.normed_form)}), row_warps(p.d) if norm else min(4, block // 32), 1)
     moved = p.d * (p.choices * BYTES[p.x_type] + BYTES[p.y_type] * (1 + p.normed))

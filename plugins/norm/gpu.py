@@ -22,6 +22,19 @@ def _normalised(v, weight, bias, at, D: tl.constexpr, KIND: tl.constexpr, EPS: t
 
 
 @triton.jit
+def store_normalised(v, weight, normed, q, q_scale, q_factor, q_sum, row, D: tl.constexpr, BLOCK: tl.constexpr,
+                     EPS: tl.constexpr, TO: tl.constexpr, SUMS: tl.constexpr):
+    """What rms_norm makes of v float32 [BLOCK], zero beyond D: to the row of normed as it is, and of q quantized
+    (store_row). Either may be None."""
+    at = tl.arange(0, BLOCK)
+    v = _normalised(v, weight, None, at, D, "rms_norm", EPS)
+    if normed is not None:
+        tl.store(normed + row * D + at, narrow(v, normed.dtype.element_ty), mask=at < D)
+    if q is not None:
+        store_row(v, q, q_scale, q_factor, q_sum, None, row, D, BLOCK, TO, SUMS)
+
+
+@triton.jit
 def norm(x, residual, total, weight, bias, x_weight, y, y_scale, y_factor, y_sum, static_scale, sizes,
          ROWS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, X_STRIDE: tl.constexpr, BLOCK: tl.constexpr,
          KIND: tl.constexpr, EPS: tl.constexpr, TO: tl.constexpr, SUMS: tl.constexpr):

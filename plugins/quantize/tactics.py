@@ -117,6 +117,13 @@ def output(y_type: str, static: bool) -> tuple[dict[str, Parameter], dict[str, C
     return parameters, {name: None for name in absent if name not in parameters}
 
 
+def quantized_beside(form: str) -> dict[str, Parameter | None]:
+    """Parameters of what store_row or store_columns write beside y, by names that begin with q; None: absent."""
+    scales, absent = output(form, False)
+    return {f"q{part}": None if f"y{part}" in absent else scales[f"y{part}"]
+            for part in ("", "_scale", "_factor", "_sum")}
+
+
 def element(y_type: str) -> dict[str, Constant]:
     """Constants of store_row that tell the form of y."""
     to, group = split_form(y_type)

@@ -1,36 +1,56 @@
 """Launches of the layers of models that are served, as imported from transformers."""
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import pytest
 
 from ingot.compiler.cache.build_cache import BuildCache
+from ingot.compiler.ir.graph import Graph
 from ingot.compiler.model_source import open_checkpoint_source
 from ingot.compiler.precision import find_precision
 
 from .programs import LIMITS, gpu, program
 
-_LAYERS = 4
-_MODELS = {"mixtral": {}, "qwen3_moe": {},
-           "gpt_oss": {"layer_types": ["sliding_attention", "full_attention"] * (_LAYERS // 2)}}
+_EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {}, "qwen3_moe": {}, "gpt_oss": {"layer_types": ["sliding_attention", "full_attention"]}}
+_TARGETS = {"bf16": "h200", "fp8": "h200", "int8": "a100", "w4a8": "h200", "int4": "l40s", "nvfp4": "b200"}
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize("family", _MODELS)
-def test_launches_a_layer_of_experts(family: str, tmp_path: Path) -> None:
-    """As the manifest tells them: six for few tokens, as of a dense layer for more. w4a8 with minimums quantizes by
-    launches of their own what routers and sums over choices write."""
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Graph]:
+    """Family -> the graph of a model with two layers."""
     from tools.small_models import save_random, small_config
 
-    config = small_config(family, hidden_size=128, head_dim=32, moe_intermediate_size=128, intermediate_size=128,
-                          num_hidden_layers=_LAYERS, **_MODELS[family])
-    save_random(config, tmp_path / family)
-    source, cache = open_checkpoint_source(str(tmp_path / family), None), BuildCache(tmp_path / "cache")
-    graph, _ = source.graph(source.facts(cache), LIMITS["max_seq_len"], cache)
-    for precision, target, many in (("bf16", "h200", 8), ("fp8", "h200", 9), ("int8", "a100", 9), ("int4", "l40s", 8),
-                                    ("w4a8", "h200", 9), ("nvfp4", "b200", 9)):
-        counts = program(graph, target, find_precision(precision, gpu(target))).facts()["launches_per_layer"]
-        assert {counts[str(tokens)] for tokens in (1, 2, 4, 8)} == {6}, precision
-        assert {counts[str(tokens)] for tokens in (16, 32)} == {many}, precision
+    folder = tmp_path_factory.mktemp("families")
+
+    @cache
+    def graph(family: str) -> Graph:
+        config = small_config(family, hidden_size=128, head_dim=32, moe_intermediate_size=128, intermediate_size=128,
+                              **_EXPERTS[family])
+        save_random(config, folder / family)
+        source, found = open_checkpoint_source(str(folder / family), None), BuildCache(folder / "cache")
+        return source.graph(source.facts(found), LIMITS["max_seq_len"], found)[0]
+
+    return graph
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("precision", _TARGETS)
+@pytest.mark.parametrize("family", _EXPERTS)
+def test_launches_a_layer_of_experts(imported: Callable[[str], Graph], family: str, precision: str) -> None:
+    """Six for few tokens; for more as of a dense layer. The first layer and the last take no more than others."""
+    target = _TARGETS[precision]
+    made = program(imported(family), target, find_precision(precision, gpu(target)))
+    many = 8 if precision in ("bf16", "int4") else 9
+    for bucket in made.buckets:
+        layers, _ = made.count_launches(bucket)
+        assert layers == dict.fromkeys((0, 1), 6 if bucket.tokens <= 8 else many), bucket.tokens
+    facts = made.facts()
+    assert facts["launches_per_layer"] == {"1": 6, "2": 6, "4": 6, "8": 6, "16": many, "32": many}
+    tables = 4 if family == "gpt_oss" else 2
+    assert {facts["launches_outside_layers"][tokens] - tables for tokens in "1248"} == {4}, \
+        "embedding; choice of rows; norm and head; sampling"
+    assert {facts["launches_outside_layers"][tokens] - tables for tokens in ("16", "32")} == {5}

@@ -130,7 +130,7 @@ def named(graph: Graph) -> Graph:
     for node in graph.nodes:
         weights = [value for value in node.values if value in graph.constants]
         origin = f"model.{weights[0]}" if weights else origin
-        nodes.append(replace(node, origin="model" if node.op in ("cos", "sin") else origin))
+        nodes.append(replace(node, origin="model" if node.op in ("cos", "sin", "gather_rows") else origin))
     return graph.rebuilt(nodes)
 
 

@@ -167,6 +167,33 @@ def test_embedding(interpreter: Interpreter, weights: str) -> None:
     assert np.isnan(load(out["y"][4], "bf16")).all()
 
 
+@pytest.mark.parametrize(("form", "normed"), [("", True), ("fp8_sum32", False), ("int8", True)])
+def test_embedding_with_the_norm_behind_it(interpreter: Interpreter, form: str, normed: bool) -> None:
+    """What launches of the norm alone would make of the rows that are stored, to the bit."""
+    rng = np.random.default_rng(4)
+    table, weight = rng.standard_normal((11, D)).astype(np.float32), rng.uniform(0.5, 2, D).astype(np.float32)
+    sizes = np.array([4, 1, 1], np.int32)
+
+    def outputs(kind: str, prefix: str) -> dict[str, np.ndarray]:
+        found = {"": np.full((5, D), 77, np.int8 if kind == "int8" else np.uint8), "_scale": unwritten((5,), "fp32")}
+        return {f"{prefix}{part}": array for part, array in found.items()} | (
+            {f"{prefix}_sum": unwritten((5, -(-D // 32)), "fp16")} if "sum" in kind else {})
+
+    problem = Embedding(5, D, "bf16", "bf16", norm_eps=1e-6, normed=normed, normed_form=form)
+    out = run(interpreter, embedding_candidates(problem, B200), {
+        "ids": np.array([3, 0, 10, 3, 99999], np.int32), "w": store(table, "bf16"), "y": unwritten((5, D), "bf16"),
+        "norm_weight": weight, "normed": unwritten((5, D), "bf16"), **(outputs(form, "q") if form else {}),
+        "sizes": sizes})
+    assert np.array_equal(out["y"][:4], store(table, "bf16")[[3, 0, 10, 3]])
+    wanted = {"normed": ("bf16", "y")} if normed else {}
+    wanted |= {name: (form, f"y{name[1:]}") for name in (outputs(form, "q") if form else {})}
+    for name, (kind, alone) in wanted.items():
+        apart = run(interpreter, norm_candidates(Norm(5, D, 1e-6, "bf16", kind), B200), {
+            "x": out["y"], "weight": weight, "sizes": sizes,
+            **({"y": unwritten((5, D), "bf16")} if kind == "bf16" else outputs(kind, "y"))})
+        assert np.array_equal(out[name].view(np.uint8), apart[alone].view(np.uint8)), name
+
+
 def test_refusals() -> None:
     a100 = device("sm_80")
     p = Quantize(4, 64, "bf16", "fp8")
