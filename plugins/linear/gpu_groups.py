@@ -4,7 +4,11 @@ before the matrix instruction, by it, or behind it. gpu.py walks through the ste
 import triton
 import triton.language as tl
 
-from ..gpu.math import dot, dot_nvfp4, narrow
+from ..gpu.math import INTERPRETED, dot, dot_nvfp4, narrow
+from .gpu_widening import TO_E4M3, TO_INT8
+
+_TO_E4M3: tl.constexpr = tl.constexpr(TO_E4M3)
+_TO_INT8: tl.constexpr = tl.constexpr(TO_INT8)
 
 
 @triton.jit
@@ -42,6 +46,17 @@ def _widened(q, TO: tl.constexpr):
         return values.to(tl.float16).to(TO)
     else:
         return values.to(TO)
+
+
+@triton.jit
+def _halves(packed, TO: tl.constexpr):
+    """Low and high nibbles of u8 [BN, HALF], less 8, exactly, in type TO (e4m3, int8)."""
+    if INTERPRETED:
+        return _widened(packed & 15, TO), _widened(packed >> 4, TO)
+    else:
+        low, high = tl.inline_asm_elementwise(_TO_E4M3 if TO.is_fp8() else _TO_INT8, "=r,=r,r", [packed],
+                                              dtype=(tl.uint8, tl.uint8), is_pure=True, pack=4)
+        return low.to(TO, bitcast=True), high.to(TO, bitcast=True)
 
 
 @triton.jit
@@ -83,17 +98,18 @@ def four_bits(w, scale, minimum, b_low, b_high, sums_low, sums_high, acc, matrix
         m_high = m_low if SHARED else tl.load(minimum + at + HEIGHT).to(tl.float32)
     kind: tl.constexpr = b_low.dtype
     if DEFER:
+        low, high = _halves(packed, kind)
         part = tl.zeros(acc.shape, tl.int32 if kind == tl.int8 else tl.float32)
-        part = dot(_widened(packed & 15, kind), b_low.T, part)
+        part = dot(low, b_low.T, part)
         if SHARED:
-            part = dot(_widened(packed >> 4, kind), b_high.T, part)
+            part = dot(high, b_high.T, part)
             acc += part.to(tl.float32) * s_low[:, None]
             if ADD_SUMS:
                 acc += _middle(s_low, m_low)[:, None] * (sums_low + sums_high)[None, :]
         else:
             acc += part.to(tl.float32) * s_low[:, None]
             part = tl.zeros(acc.shape, tl.int32 if kind == tl.int8 else tl.float32)
-            part = dot(_widened(packed >> 4, kind), b_high.T, part)
+            part = dot(high, b_high.T, part)
             acc += part.to(tl.float32) * s_high[:, None]
             if ADD_SUMS:
                 acc += _middle(s_low, m_low)[:, None] * sums_low[None, :]
