@@ -6,10 +6,14 @@ from typing import Any
 from . import openai_fields as fields
 from .openai_errors import invalid
 
+_NO_CALLS = ("tool_calls", [])
+
 
 def chat_message(name: str, message: dict[str, Any]) -> dict[str, Any]:
-    """A message as chat templates expect it: content a text, arguments of tool calls objects."""
+    """A message as chat templates expect it: content a text, arguments of tool calls objects, no field that is null."""
     role = fields.text(f"{name}.role", message.get("role"))
+    # Templates ask whether a field is there; clients that send an answer back send all that it could have had.
+    message = {field: value for field, value in message.items() if value is not None and (field, value) != _NO_CALLS}
     # Templates know the older name.
     result = {**message, "role": "system" if role == "developer" else role}
     content = message.get("content")

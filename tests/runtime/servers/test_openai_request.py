@@ -81,3 +81,11 @@ def test_tool_calls_reach_the_template_as_objects(messages: list[dict[str, Any]]
     assert call.messages is not None
     assert call.messages[0]["tool_calls"][0]["function"]["arguments"] == {"x": 1}
     assert call.messages[0]["content"] == "" and call.messages[1] == messages[1]
+
+
+def test_what_is_null_in_a_message_is_not_there() -> None:
+    """Mistral's templates ask whether tool_calls is defined."""
+    sent = {"role": "assistant", "content": "a", "refusal": None, "function_call": None}
+    for calls in (None, []):
+        body = json.dumps({"messages": [{**sent, "tool_calls": calls}]}).encode()
+        assert parse_chat(body, "mock", {}, 100).messages == [{"role": "assistant", "content": "a"}]
