@@ -29,7 +29,7 @@ def _quantize(low: Lowering, node: Node) -> None:
         low.defer(node.output, x)
         return
     kernel = quantize_cpu.emit(low.width(x), scheme, str(low.rows(x)), low.stride(x))
-    low.launch(node, kernel, [low.arg(x), low.output(node.output)], {node.output: 1})
+    low.launch(node, kernel, [low.arg(x), low.output(node.output)], {node.output: 1}, rows=low.rows(x))
 
 
 def _linear(low: Lowering, node: Node) -> None:
@@ -71,7 +71,7 @@ def _norm(low: Lowering, node: Node) -> None:
     group, stride = low.row_group(x)
     problem = norm_cpu.Norm(node.op, low.rows(x), low.width(x), node.attrs["eps"], x_stride=stride, x_group=group)
     args = [low.arg(x), *_optional(low, parameters), low.output(node.output)]
-    low.launch(node, norm_cpu.norm(problem), args, {node.output: 3})
+    low.launch(node, norm_cpu.norm(problem), args, {node.output: 3}, rows=low.rows(x) if group == 1 else "")
 
 
 def _add_norm(low: Lowering, node: Node) -> None:
@@ -83,7 +83,7 @@ def _add_norm(low: Lowering, node: Node) -> None:
         sum_arg = low.in_place(s, r, beside=parameters) or low.in_place(s, x, beside=parameters)
     sum_arg = sum_arg or low.output(s)
     args = [low.arg(x), low.arg(r), *_optional(low, parameters), low.output(y), sum_arg]
-    low.launch(node, norm_cpu.add_norm(problem), args, {y: 4, s: 5})
+    low.launch(node, norm_cpu.add_norm(problem), args, {y: 4, s: 5}, rows=low.rows(x))
 
 
 def _optional(low: Lowering, parameters: list[str]) -> list[Arg]:
@@ -193,9 +193,9 @@ def _matmul(low: Lowering, node: Node) -> None:
 
 
 def _loop(low: Lowering, node: Node) -> None:
-    kernel = c_emit.emit(node, [low.type(value) for value in node.values])
+    types = [low.type(value) for value in node.values]
     args = [*map(low.arg, node.values), low.output(node.output)]
-    low.launch(node, kernel, args, {node.output: len(node.values)})
+    low.launch(node, c_emit.emit(node, types), args, {node.output: len(node.values)}, rows=c_emit.own_rows(node, types))
 
 
 EMITTERS: dict[str, Callable[[Lowering, Node], None]] = {

@@ -8,10 +8,12 @@ from ingot.plugins.kernel import CpuKernel
 
 from ..errors import CannotCompile
 from ..ir.graph import Node
+from ..ir.types import Dim, DType
 from ..plan.lowering import BaseLowering
 from ..plan.plan import NULL, Arg, Bucket, Launch, Write
 from ..tune.problems import P
 from ..tune.records import Records
+from .join_rows import join_rows
 from .repeat import repeat_small_launches
 
 
@@ -25,10 +27,13 @@ class Lowering(BaseLowering):
     launches: list[Launch] = field(default_factory=list)
     kernels: dict[str, CpuKernel] = field(default_factory=dict)
     _drafts: dict[str, str] = field(default_factory=dict)
+    _row_bytes: dict[str, int] = field(default_factory=dict)
 
     def run(self) -> Bucket:
         self.emit_all()
         self.launches = repeat_small_launches(self.launches, self.kernels, self.sizes, self.tokens)
+        kept = {self.buffer(value) for value in (*self.graph.outputs, *self.graph.probes.values())}
+        self.launches = join_rows(self.launches, self.kernels, self._row_bytes, kept, self.tokens)
         used = {launch.kernel for launch in self.launches}
         self.kernels = {name: kernel for name, kernel in self.kernels.items() if name in used}
         arena = self.plan_arena([launch.reads for launch in self.launches])
@@ -67,10 +72,15 @@ class Lowering(BaseLowering):
         return [*parts, Arg("input", "block_tables", self.table_offset(slot))]
 
     def launch(self, node: Node, kernel: CpuKernel, args: list[Arg], writes: Mapping[str, int] | None = None,
-               op: str = "") -> None:
-        """Add a launch. writes: value -> number of the argument that receives it; op: the node's, if not said."""
+               op: str = "", rows: Dim = "") -> None:
+        """Add a launch. writes: value -> number of the argument that receives it; op: the node's, if not said; rows:
+        see Launch, of values that it writes whole."""
         self.kernels[kernel.symbol] = kernel
         buffers = tuple(dict.fromkeys(a.name for a in args if a.kind == "value"))
         types = {name: self.type(self._drafts.get(name, name)) for name in writes or {}}
         shown = {name: Write(arg, types[name].shape, types[name].dtype.value) for name, arg in (writes or {}).items()}
-        self.launches.append(Launch(kernel.symbol, tuple(args), node.origin, buffers, shown, op=op or node.op))
+        if rows:
+            self._row_bytes.update({args[arg].name: self._bytes(name) // self.count(rows)
+                                    for name, arg in (writes or {}).items() if types[name].dtype == DType.F32})
+        self.launches.append(Launch(kernel.symbol, tuple(args), node.origin, buffers, shown, op=op or node.op,
+                                    rows=str(rows)))

@@ -32,6 +32,13 @@ def emit(node: Node, inputs: list[TensorType]) -> CpuKernel:
     return CpuKernel(f"loop_{digest}", "cpu/loop.h", body, comment)
 
 
+def own_rows(node: Node, inputs: list[TensorType]) -> Dim:
+    """The rows that the function walks, if they are of tokens or logits and each reads no more of such inputs than its
+    own row; else "". As in Launch."""
+    shape, dtype, reduce, expr = (node.attrs[name] for name in ("shape", "dtype", "reduce", "expr"))
+    return _Loop(tuple(shape), dtype, expr, reduce, inputs).own_rows()
+
+
 @dataclass
 class _Loop:
     """A loop over rows (the flattened outer axes) around one over columns (the last axis that is not 1).
@@ -52,8 +59,22 @@ class _Loop:
         self.column = axes[-1] if axes and not self.by_lanes else None
         self.row_axes = axes if self.by_lanes else axes[:-1]
 
+    @property
+    def rows(self) -> Dim:
+        return product(tuple(self.shape[axis] for axis in self.row_axes))
+
+    def own_rows(self) -> Dim:
+        loads = [e for e in self.expr.walk() if e.op == "load" and not all(
+            isinstance(dim, int) for dim in self.inputs[e.value].shape)]
+        return self.rows if not isinstance(self.rows, int) and all(map(self._is_own_row, loads)) else ""
+
+    def _is_own_row(self, e: Expr) -> bool:
+        """Whether the first indices of a load are those of the loop's row."""
+        places = [(dim, at) for dim, at in zip(self.inputs[e.value].shape, e.args, strict=True) if dim != 1]
+        return places[:len(self.row_axes)] == [(self.shape[axis], index(axis)) for axis in self.row_axes]
+
     def body(self) -> str:
-        rows = product(tuple(self.shape[axis] for axis in self.row_axes))
+        rows = self.rows
         columns: Dim = self.shape[self.column] if self.column is not None else 1
         lines = [f"const {C_TYPES[t.dtype]} *in{n} = args[{n}];" for n, t in enumerate(self.inputs)]
         lines += [f"{C_TYPES[self.dtype]} *restrict out = args[{len(self.inputs)}];",

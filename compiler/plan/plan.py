@@ -63,7 +63,9 @@ class Write:
 class Launch:
     """One kernel over the whole step. `reads`, `writes` and `scratch` name buffers, for liveness.
 
-    op: what it computes, as the graph calls it; for profiles. grid: blocks in x, y and z, of GPUs.
+    op: what it computes, as the graph calls it; for profiles. grid: blocks in x, y and z, of GPUs. rows: how many it
+    divides evenly among the workers of a CPU, in the words of plugins/constants.py, if it touches of each value the row
+    that it is at and of no other; else "".
     """
 
     kernel: str
@@ -74,6 +76,7 @@ class Launch:
     scratch: tuple[str, ...] = ()
     op: str = ""
     grid: tuple[int, int, int] | None = None
+    rows: str = ""
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,8 @@ class Replay:
                 if other == name or not (place[0] < taken[1] and taken[0] < place[1]):
                     continue
                 if other in reads or other in written:
-                    assert len(nodes) == 1 and nodes[0].op in IN_PLACE and place == taken, (
+                    assert (len(nodes) == 1 or launch.rows) and place == taken and any(
+                        node.op in IN_PLACE for node in nodes), (
                         f"{what} writes {name} into {other}, which it reads")
                 del self.memory[other]
             self.memory[name] = place
