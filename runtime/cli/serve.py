@@ -33,7 +33,8 @@ KILLED = 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from ..servers.tool_calls import NAMES
+    from ..servers.thoughts import NAMES as REASONING_PARSERS
+    from ..servers.tool_calls import NAMES as TOOL_CALL_PARSERS
 
     add_engine_argument(parser)
     parser.add_argument("--grpc", metavar="ADDR", help=f"host:port, port 0: any (default {DEFAULT_GRPC})")
@@ -48,8 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-message-bytes", type=int, default=32 << 20, metavar="N",
                         help="of one request (default 32 MiB)")
     parser.add_argument("--tool-call-parser", metavar="NAME",
-                        help=f"how the model writes calls of tools, in chats over HTTP: {', '.join(NAMES)} (default: "
-                             "told by its chat template)")
+                        help=f"how the model writes calls of tools, in chats over HTTP: {', '.join(TOOL_CALL_PARSERS)} "
+                             "(default: told by its chat template)")
+    parser.add_argument("--reasoning-parser", metavar="NAME",
+                        help="how it writes what it thinks aloud, to be told apart in chats over HTTP: "
+                             f"{', '.join(REASONING_PARSERS)} (default: it is part of the answer)")
     swaps = parser.add_argument_group("when another engine takes over (ingot engines swap, rollback, pin --server)")
     swaps.add_argument("--lock", metavar="FILE", help="the lock file that says what the name ENGINE means (default: "
                                                       "engines.lock of the store)")
@@ -78,7 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
 def server_settings(arguments: argparse.Namespace) -> ServerSettings:
     """Raises RequestError for files that cannot be read and settings that contradict each other."""
     from ..servers.context import GRPC_SERVICES, ServerSettings
-    from ..servers.tool_calls import NAMES
+    from ..servers.thoughts import NAMES as REASONING_PARSERS
+    from ..servers.tool_calls import NAMES as TOOL_CALL_PARSERS
 
     grpc, http = arguments.grpc, arguments.http
     if grpc is None and http is None:
@@ -96,8 +101,10 @@ def server_settings(arguments: argparse.Namespace) -> ServerSettings:
         raise RequestError(f"--swap-min-kv is {arguments.swap_min_kv}; expected above 0 and at most 1")
     if not arguments.drain_timeout >= 0:
         raise RequestError(f"--drain-timeout is {arguments.drain_timeout}; expected seconds, 0 or more")
-    if arguments.tool_call_parser is not None and arguments.tool_call_parser not in NAMES:
-        raise RequestError(f"--tool-call-parser: unknown {arguments.tool_call_parser!r}; there are {', '.join(NAMES)}")
+    for option, name, names in (("--tool-call-parser", arguments.tool_call_parser, TOOL_CALL_PARSERS),
+                                ("--reasoning-parser", arguments.reasoning_parser, REASONING_PARSERS)):
+        if name is not None and name not in names:
+            raise RequestError(f"{option}: unknown {name!r}; there are {', '.join(names)}")
     token = None
     if arguments.token_file is not None:
         token = _read(arguments.token_file, "--token-file").decode("ascii", "replace").strip()
@@ -109,7 +116,7 @@ def server_settings(arguments: argparse.Namespace) -> ServerSettings:
         tls_key=_read_optional(arguments.tls_key, "--tls-key"),
         tls_client_ca=_read_optional(arguments.tls_client_ca, "--tls-client-ca"), auth_token=token,
         max_message_bytes=arguments.max_message_bytes, drain_timeout_s=arguments.drain_timeout,
-        tool_call_parser=arguments.tool_call_parser)
+        tool_call_parser=arguments.tool_call_parser, reasoning_parser=arguments.reasoning_parser)
 
 
 def _read(path: str, option: str) -> bytes:

@@ -37,6 +37,7 @@ class ServerSettings:
     auth_token                  what clients must send as a bearer token; None: nothing
     max_message_bytes           of one request, on either server
     tool_call_parser            how models write calls, one of NAMES of tool_calls; None: told by their chat templates
+    reasoning_parser            how they write thoughts, one of NAMES of thoughts.py; None: not told from the rest
     """
 
     grpc_address: str | None = None
@@ -49,6 +50,7 @@ class ServerSettings:
     max_message_bytes: int = 32 << 20
     drain_timeout_s: float = 30.0
     tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
 
 
 class ServerContext:

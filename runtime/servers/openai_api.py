@@ -27,9 +27,9 @@ from ..executor.request import (
 )
 from .context import ServerContext
 from .openai_errors import ApiError, invalid
+from .openai_forms import ChatForms
 from .openai_request import Call, parse_chat, parse_completion, unknown_model
 from .openai_response import DONE, Answer, Envelope, EventWriter, Usage, to_json
-from .openai_tools import ToolForm, ToolForms, prompt_end
 from .served import ServedEngine
 
 _STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache",
@@ -45,7 +45,7 @@ class OpenAiApi:
 
     def __init__(self, context: ServerContext) -> None:
         self._context = context
-        self._tool_forms = ToolForms(context.settings.tool_call_parser)
+        self._forms = ChatForms(context.settings)
         self._created = int(time.time())
 
     def routes(self) -> list[web.RouteDef]:
@@ -94,10 +94,9 @@ class OpenAiApi:
         with self._engine(request) as engine:
             call = parse_chat(body, self._context.model_name, _sampling_defaults(engine.generation_config),
                               engine.limits.max_seq_len)
-            form = None if call.tools is None else await self._tool_forms.of(engine)
+            form = None if call.tools is None else await self._forms.tools(engine)
             prompt = await chat_ids(engine, call.messages, call.template)
-            if form is not None:
-                call = _with_tools(engine, call, form, prompt)
+            call = await self._forms.read(engine, call, form, prompt)
             if call.fills_room:
                 room = max(1, engine.default_len - len(prompt))
                 call = replace(call, params=replace(call.params, max_tokens=room))
@@ -198,12 +197,6 @@ class OpenAiApi:
         await response.write(DONE)
         await response.write_eof()
         return response
-
-
-def _with_tools(engine: ServedEngine, call: Call, form: ToolForm, prompt: list[int]) -> Call:
-    assert call.tools is not None and engine.tokenizer is not None, "else it has no form"
-    params = form.params(call.params, call.tools, prompt_end(engine.tokenizer, prompt))
-    return replace(call, params=params, new_answer=form.answers(call.tools, call.params.skip_special_tokens))
 
 
 def _echoed(engine: ServedEngine, call: Call, number: int) -> str | None:

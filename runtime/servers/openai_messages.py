@@ -6,7 +6,7 @@ from typing import Any
 from . import openai_fields as fields
 from .openai_errors import invalid
 
-_NO_CALLS = ("tool_calls", [])
+_NO_CALLS: tuple[str, Any] = ("tool_calls", [])
 
 
 def chat_message(name: str, message: dict[str, Any]) -> dict[str, Any]:

@@ -10,11 +10,11 @@ from typing import Any
 
 from ..sampling import SamplingError, SamplingParams
 from . import openai_fields as fields
+from .openai_chat_answer import ChatAnswer
 from .openai_errors import ApiError, invalid
 from .openai_fields import Check
 from .openai_guides import guide
 from .openai_messages import chat_message
-from .openai_tool_answer import ToolAnswer
 from .openai_tools import ToolUse, tool_use
 
 # Taken over as they are; the left are names of SamplingParams.
@@ -105,7 +105,7 @@ class Call:
     no_answer      max_tokens was 0: only the prompt is echoed or scored
     fills_room     max_tokens was not given: the answer may become as long as there is room
     tools          functions that may be called
-    new_answer     makes what reads an answer that may hold calls; None: answers are plain text
+    new_answer     makes what reads an answer that may hold calls or thoughts; None: answers are plain text
     """
 
     params: SamplingParams
@@ -123,7 +123,7 @@ class Call:
     cache_salt: str | None = None
     timeout_s: float | None = None
     tools: ToolUse | None = None
-    new_answer: Callable[[], ToolAnswer] | None = None
+    new_answer: Callable[[], ChatAnswer] | None = None
 
     @property
     def is_chat(self) -> bool:

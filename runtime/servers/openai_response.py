@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..executor.request import RequestOutput, TokenLogprobs
+from .openai_chat_answer import ChatAnswer
 from .openai_errors import ApiError
 from .openai_request import Call
-from .openai_tool_answer import ToolAnswer
 from .token_names import TokenNames
 
 DONE = b"data: [DONE]\n\n"
@@ -104,11 +104,11 @@ def _finite(logprob: float) -> float:
 
 @dataclass
 class Answer:
-    """One answer while it comes in. calls: reads it, if it may hold calls."""
+    """One answer while it comes in. reader: of an answer that may hold calls or thoughts."""
 
     prompt: str | None
     prompt_ids: Sequence[int]
-    calls: ToolAnswer | None = None
+    reader: ChatAnswer | None = None
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -116,12 +116,12 @@ class Answer:
     matched_stop: str | int | None = None
 
     def add(self, output: RequestOutput) -> None:
-        if self.calls is not None:
-            self.calls.add(output.text, output.finish_reason is not None)
+        if self.reader is not None:
+            self.reader.add(output.text, output.finish_reason is not None)
         self.text.append(output.text)
         self.token_ids += output.token_ids
         self.logprobs += output.logprobs or ()
-        self.finish_reason = _reason(output, self.calls)
+        self.finish_reason = _reason(output, self.reader)
         self.matched_stop = output.matched_stop
 
     def choice(self, index: int, call: Call, prompt_logprobs: Sequence[TokenLogprobs | None] | None,
@@ -132,8 +132,8 @@ class Answer:
             text, token_ids, logprobs = "", [], []
         choice: dict[str, Any] = {"index": index}
         if call.is_chat:
-            choice["message"] = {"role": "assistant", "content": text, "refusal": None} if self.calls is None else \
-                self.calls.message()
+            choice["message"] = {"role": "assistant", "content": text, "refusal": None} if self.reader is None else \
+                self.reader.message()
             choice["logprobs"] = None if call.num_logprobs is None else \
                 chat_logprobs(self.logprobs, call.num_logprobs, names)
         else:
@@ -155,9 +155,9 @@ class Answer:
         return choice
 
 
-def _reason(output: RequestOutput, calls: ToolAnswer | None) -> str | None:
+def _reason(output: RequestOutput, reader: ChatAnswer | None) -> str | None:
     """Why the answer ended, as clients are told."""
-    return output.finish_reason if calls is None else calls.finish_reason(output.finish_reason)
+    return output.finish_reason if reader is None else reader.finish_reason(output.finish_reason)
 
 
 def _prompt_entry(token: TokenLogprobs, names: TokenNames) -> dict[str, Any]:
@@ -179,7 +179,7 @@ class EventWriter:
         self._head = f'data: {to_json(envelope.head(in_stream=True))[:-1]},"choices":['
         self._tail = '],"usage":null}\n\n' if call.include_usage else "]}\n\n"
         self._offsets: dict[int, Offsets] = {}
-        self._calls: dict[int, ToolAnswer] = {}
+        self._readers: dict[int, ChatAnswer] = {}
 
     def first(self, index: int) -> bytes:
         """Before the first output of a choice: a chat's role."""
@@ -191,15 +191,15 @@ class EventWriter:
 
     def output(self, index: int, output: RequestOutput) -> bytes:
         """Empty where an output shows nothing: no text, no logprobs, no end."""
-        call, calls = self._call, self._calls.get(index)
-        if call.new_answer is not None and calls is None:
-            calls = self._calls[index] = call.new_answer()
-        parts = self._parts(output, calls)
+        call, reader = self._call, self._readers.get(index)
+        if call.new_answer is not None and reader is None:
+            reader = self._readers[index] = call.new_answer()
+        parts = self._parts(output, reader)
         if not parts and output.finish_reason is None and call.num_logprobs is None and not call.return_token_ids:
             return b""
         logprobs = "null" if call.num_logprobs is None or not output.logprobs else \
             to_json(self._logprobs(index, output, output.logprobs, call.num_logprobs))
-        reason = _reason(output, calls)
+        reason = _reason(output, reader)
         end = "null" if reason is None else f'"{reason}"'
         more = ""
         if output.matched_stop is not None:
@@ -210,11 +210,11 @@ class EventWriter:
         return b"".join([*(self._event(index, part, "null", "null", "") for part in before),
                          self._event(index, last, logprobs, end, more)])
 
-    def _parts(self, output: RequestOutput, calls: ToolAnswer | None) -> list[str]:
+    def _parts(self, output: RequestOutput, reader: ChatAnswer | None) -> list[str]:
         """What an output adds to an answer, as members of a choice: most often one."""
-        if calls is not None:
+        if reader is not None:
             return [f'"delta":{to_json(delta)}'
-                    for delta in calls.add(output.text, output.finish_reason is not None)]
+                    for delta in reader.add(output.text, output.finish_reason is not None)]
         if not output.text:
             return []
         text = to_json(output.text)

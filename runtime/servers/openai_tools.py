@@ -1,30 +1,17 @@
-"""Functions that a model may call: what a request says of them, and what that means for prompt, answer and guide."""
+"""Functions that a model may call: what a request says of them."""
 
 from __future__ import annotations
 
-import asyncio
-import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from ..chat_template import ChatTemplateError
-from ..sampling import Guide, SamplingParams
 from . import openai_fields as fields
 from .openai_errors import invalid
-from .openai_tool_answer import ToolAnswer
-from .tool_calls import Form, Grammar, Tool, UnknownFormat, choose
-
-if TYPE_CHECKING:
-    from ..tokenizer import Tokenizer
-    from .served import ServedEngine
+from .tool_calls import Tool
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_THINK, _THINK_END = "<think>", "</think>"
-# Of a prompt, to see whether it ends within the model's thoughts.
-_PROMPT_END = 16
 
 
 @dataclass(frozen=True)
@@ -109,90 +96,3 @@ def _forced(choice: Any, tools: tuple[Tool, ...]) -> tuple[Tool, ...] | None:
         raise invalid("tool_choice.function.name", f"tool_choice.function.name: {name[:80]!r} is none of the tools: "
                                                    f"{', '.join(tool.name for tool in tools)[:200]}")
     return named
-
-
-class ToolForms:
-    """How the models of a server's engines write calls. name: of the format for all of them; None: by the template."""
-
-    def __init__(self, name: str | None) -> None:
-        self._name = name
-        self._known: WeakKeyDictionary[ServedEngine, ToolForm] = WeakKeyDictionary()
-
-    async def of(self, engine: ServedEngine) -> ToolForm:
-        """Raises ApiError if the engine's model is not shown functions, or its format is not known."""
-        if engine not in self._known:
-            # What tells it may have to be read, the first time.
-            self._known[engine] = await asyncio.to_thread(_tool_form, engine.tokenizer, self._name)
-        return self._known[engine]
-
-
-def _tool_form(tokenizer: Tokenizer | None, name: str | None) -> ToolForm:
-    tokenizer = check_template(tokenizer)
-    template = tokenizer.chat_template or ""
-    try:
-        form = choose(template, name)
-    except UnknownFormat as error:
-        raise invalid("tools", f"tools: how this model writes calls is not known: {error}. If it is one of them, serve "
-                               "it with --tool-call-parser", "unsupported_parameter") from None
-    return ToolForm(form, tokenizer.special_tokens(), _THINK in template)
-
-
-def check_template(tokenizer: Tokenizer | None) -> Tokenizer:
-    """The tokenizer whose chat template shows functions to the model. Raises ApiError if it does not."""
-    if tokenizer is None or not tokenizer.has_chat_template:
-        raise invalid("tools", "tools: this engine has no chat template", "no_chat_template")
-    try:
-        uses_tools = tokenizer.template_uses("tools")
-    except ChatTemplateError as error:
-        raise invalid("messages", f"messages: {error}") from None
-    if not uses_tools:
-        raise invalid("tools", "tools: this engine's chat template does not use the variable tools, so that the model "
-                               "would not see them; describe them in a message", "unsupported_parameter")
-    return tokenizer
-
-
-@dataclass(frozen=True)
-class ToolForm:
-    """A format in the tokens of an engine. special: its special tokens. thinks: the model may think aloud first."""
-
-    form: Form
-    special: Mapping[str, int]
-    thinks: bool
-
-    def params(self, params: SamplingParams, use: ToolUse, prompt_end: str) -> SamplingParams:
-        """With a guide where calls are forced, and with the markers in the answer's text."""
-        shown = params.skip_special_tokens and any(marker in self.special for marker in self.form.markers)
-        return replace(params, guide=self._guide(params.guide, use, prompt_end),
-                       skip_special_tokens=params.skip_special_tokens and not shown)
-
-    def _guide(self, content: Guide | None, use: ToolUse, prompt_end: str) -> Guide | None:
-        """content: what an answer must look like that calls nothing."""
-        if not use.forced and content is None:
-            return None
-        grammar = Grammar(self.special.get)
-        start = self.form.calls(grammar, use.forced or use.tools, use.several)
-        if not use.forced and content is not None:
-            schema = json.loads(content.text) if content.kind == "json_schema" else {"type": "object"}
-            start = grammar.one_of([start, grammar.json(schema)])
-        if prompt_end.rstrip().endswith(_THINK):
-            start = f"{self._thoughts(grammar)} {start}"
-        elif self.thinks and not prompt_end.rstrip().endswith(_THINK_END):
-            start = f"({grammar.marker(_THINK)} {self._thoughts(grammar)})? {grammar.rule(start)}"
-        return Guide("grammar", grammar.text(grammar.rule(start)))
-
-    @staticmethod
-    def _thoughts(grammar: Grammar) -> str:
-        return grammar.rule(f"{grammar.text_and(_THINK_END)} /[ \\n]*/")
-
-    def answers(self, use: ToolUse, skip_special_tokens: bool) -> Callable[[], ToolAnswer]:
-        """Makes what reads an answer. skip_special_tokens: as the request has it."""
-        hidden = None
-        if skip_special_tokens and any(marker in self.special for marker in self.form.markers):
-            others = sorted(set(self.special) - set(self.form.markers), key=len, reverse=True)
-            hidden = re.compile("|".join(map(re.escape, others))) if others else None
-        tools = {tool.name: tool for tool in use.tools}
-        return lambda: ToolAnswer(self.form.parser(tools), self.form.new_id, hidden, use.several)
-
-
-def prompt_end(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
-    return tokenizer.decode(prompt[-_PROMPT_END:], skip_special_tokens=False)

@@ -10,9 +10,10 @@ from aiohttp import web
 from . import openai_fields as fields
 from .openai_api import ANSWERED_BY, chat_ids, json_response, text_ids
 from .openai_errors import invalid
+from .openai_forms import check_template
 from .openai_messages import chat_message
 from .openai_request import check_model, known_fields, template_variables
-from .openai_tools import check_template, definitions
+from .openai_tools import definitions
 from .versions import runtime_version
 
 if TYPE_CHECKING:

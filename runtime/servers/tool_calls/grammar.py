@@ -10,6 +10,7 @@ from .tool import Tool
 
 # The one way in which models are shown JSON; were blanks free, some would write them without end.
 _AS_TAUGHT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_ANY_TEXT = "/(.|\\n)*/"
 # Of a function that says nothing of its arguments.
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -37,8 +38,10 @@ class Grammar:
         return self.json(tool.parameters or _NO_ARGUMENTS)
 
     def text_and(self, suffix: str) -> str:
-        """Any text and what ends it."""
-        return self.rule("/(.|\\n)*/", f"[suffix={self.literal(suffix)}]")
+        """Any text and what ends it: a text, or the special token that stands for it."""
+        if self._special_token(suffix) is not None:
+            return self.rule(f"{self.rule(_ANY_TEXT)} {self.marker(suffix)}")
+        return self.rule(_ANY_TEXT, f"[suffix={self.literal(suffix)}]")
 
     def rule(self, body: str, options: str = "") -> str:
         """The name of a new rule."""

@@ -202,6 +202,7 @@ def test_for_people(mock_path: Path) -> None:
     (["--token-file", "/nowhere"], "--token-file: cannot read /nowhere: No such file"),
     (["--grpc-services", "vllm,other"], "unknown other; there are trtllm, vllm, kserve, control"),
     (["--tool-call-parser", "other"], "unknown 'other'; there are hermes, llama3_json, mistral, qwen3_coder, pythonic"),
+    (["--reasoning-parser", "other"], "--reasoning-parser: unknown 'other'; there are think"),
     (["--max-message-bytes", "5"], "--max-message-bytes is 5"),
     (["--drain-timeout", "nan"], "--drain-timeout is nan"),
     (["--log-requests", "/nowhere/log"], "cannot write the request log /nowhere/log"),

@@ -86,6 +86,7 @@ def test_tool_calls_reach_the_template_as_objects(messages: list[dict[str, Any]]
 def test_what_is_null_in_a_message_is_not_there() -> None:
     """Mistral's templates ask whether tool_calls is defined."""
     sent = {"role": "assistant", "content": "a", "refusal": None, "function_call": None}
-    for calls in (None, []):
+    no_calls: list[Any] = [None, []]
+    for calls in no_calls:
         body = json.dumps({"messages": [{**sent, "tool_calls": calls}]}).encode()
         assert parse_chat(body, "mock", {}, 100).messages == [{"role": "assistant", "content": "a"}]

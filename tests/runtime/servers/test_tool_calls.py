@@ -12,13 +12,12 @@ import pytest
 from ingot.runtime.engine_file import EngineFile
 from ingot.runtime.executor.async_engine import AsyncEngine
 from ingot.runtime.executor.request import Request, RequestOutput
-from ingot.runtime.guides import Guides
-from ingot.runtime.sampling import Guide, SamplingError, SamplingParams
+from ingot.runtime.sampling import SamplingError, SamplingParams
 from ingot.runtime.servers import http_server
 from ingot.runtime.servers.context import ServerContext, ServerSettings
 from ingot.runtime.servers.served import ServedEngine
 from ingot.runtime.tokenizer import Tokenizer
-from tests.runtime.mock_engine import EOS, VOCAB_SIZE, tokenizer_json, write_engine
+from tests.runtime.mock_engine import VOCAB_SIZE, tokenizer_json, write_engine
 from tests.runtime.servers.scripted_engine import LIMITS, ScriptedRunner, outputs, running
 from tests.runtime.servers.test_http_server import call as http_call
 
@@ -45,15 +44,16 @@ def special_tokenizer(template: str, *special: str) -> Tokenizer:
 
 
 @contextmanager
-def serving(folder: Path, runner: ScriptedRunner, tokenizer: Tokenizer, parser: str | None = None) -> Iterator[str]:
+def serving(folder: Path, runner: ScriptedRunner, tokenizer: Tokenizer, parser: str | None = None,
+            reasoning: str | None = None) -> Iterator[str]:
     path = folder / "tools.engine"
     if not path.exists():
         write_engine(path, b"no code")
 
     async def start() -> http_server.HttpServer:
         engine = ServedEngine(AsyncEngine(runner), EngineFile.open(path), tokenizer, LIMITS, VOCAB_SIZE, frozenset())
-        return await http_server.start(ServerContext(engine, "mock", ServerSettings(tool_call_parser=parser)),
-                                       "127.0.0.1:0")
+        settings = ServerSettings(tool_call_parser=parser, reasoning_parser=reasoning)
+        return await http_server.start(ServerContext(engine, "mock", settings), "127.0.0.1:0")
 
     with running(start) as address:
         yield address
@@ -264,24 +264,6 @@ def test_markers_that_are_special_tokens(tmp_path: Path, runner: ScriptedRunner)
         assert guide is not None and f'<[{VOCAB_SIZE}]> "now" <[{VOCAB_SIZE + 1}]>' in guide.text
         chat(address, tool_choice="none")
         assert runner.requests[-1].params.skip_special_tokens
-
-
-@pytest.mark.parametrize(("ending", "think_first", "call_first"), [
-    ("<think>\n", True, False), ("<think>\n\n</think>\n\n", False, True), ("", True, True)])
-def test_thoughts_may_come_before_a_forced_call(tmp_path: Path, runner: ScriptedRunner, ending: str, think_first: bool,
-                                                call_first: bool) -> None:
-    pytest.importorskip("llguidance")
-    from tests.runtime.servers.tool_calls.test_grammars import TOKENIZER, accepts
-
-    template = HERMES + "{# <think> #}" + ending
-    with serving(tmp_path, runner, special_tokenizer(template)) as address:
-        assert chat(address, tools=[NOW], tool_choice="required")[0] == 200
-    guide, call = runner.requests[0].params.guide, '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-    assert isinstance(guide, Guide)
-    guides = Guides(TOKENIZER, VOCAB_SIZE, [EOS])
-    thoughts = ("" if ending else "<think>") + "Well.\n</think>\n\n"
-    assert accepts(guides.start(guide), thoughts + call) == think_first
-    assert accepts(guides.start(guide), call) == call_first
 
 
 def test_openais_client_runs_a_tool(hermes: str, runner: ScriptedRunner) -> None:

@@ -137,6 +137,18 @@ def test_special_tokens_are_tokens(guides: Guides) -> None:
     assert accepts(matcher, "now[ARGS]{}")
 
 
+@pytest.mark.parametrize("special", [{}, {"</think>": SPECIAL}])
+def test_text_before_a_marker(guides: Guides, special: dict[str, int]) -> None:
+    grammar = Grammar(special.get)
+    matcher = guides.start(Guide("grammar", grammar.text(f'{grammar.text_and("</think>")} "x"')))
+    for token in TOKENIZER.encode("a <\nb", add_special_tokens=False):
+        matcher.advance(token)
+    assert (SPECIAL in allowed(matcher)) == bool(special)
+    if special:
+        matcher.advance(SPECIAL)
+    assert accepts(matcher, "x" if special else "</think>x")
+
+
 def test_names_are_quoted(guides: Guides) -> None:
     tool = Tool('a"b\\', json.loads('{"type": "object", "properties": {}, "additionalProperties": false}'))
     assert accepts(guides.start(guide(Llama(), [tool])), '{"name": "a\\"b\\\\", "parameters": {}}')
