@@ -40,6 +40,18 @@ INGOT_INLINE vi vi_high_nibbles(vi a) { return vreinterpretq_s32_u8(vshrq_n_u8(v
 /* The same four bytes in every lane. */
 INGOT_INLINE vi vi_repeat(const uint8_t *four) { int32_t v; memcpy(&v, four, 4); return vi_set1(v); }
 
+/* Numbers whose exponents grow by the same, 2^23 times which `exponent` points to: times a power of two, without a
+ * multiplication, which would take the pipes that the products of integers need. None of them may be zero. */
+INGOT_INLINE vf vf_add_exponent(vf x, const int32_t *exponent) {
+#if VF_LANES == 16
+    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(x), vi_set1(*exponent)));
+#elif VF_LANES == 8
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), vi_set1(*exponent)));
+#else
+    return vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(x), vi_set1(*exponent)));
+#endif
+}
+
 /* One step takes 4 channels of K of every output channel: sum + dot(w, x), with x the same four activations in every
  * lane. 8-bit weights come through vi_prepare_i8, which adds VI_SHIFT_I8, and their sums begin with vi_start_i8. Sums
  * over up to 32 channels of 4-bit weights begin with 0 and end with vi_end_u4. */
