@@ -1,4 +1,5 @@
 """What linear kernels compile to: python -m tools.gpu_table [ARCH ...] [--layer N K] [--tokens A B]
+    [--precisions P …]
 
 For every precision of an architecture and for a generation step and a context step: the candidate that the cost model
 prefers, its matrix instructions by disassembly, registers, spilled registers, shared memory and blocks a multiprocessor
@@ -34,8 +35,8 @@ def chosen(precision: str, gpu: Gpu, tokens: int, n: int, k: int) -> tuple[Choic
     return choice, code[choice.candidate.launches[0].kernel]
 
 
-def rows(gpu: Gpu, tokens: list[int], n: int, k: int) -> Iterator[tuple[str, ...]]:
-    for precision in gpu.arch.precisions:
+def rows(gpu: Gpu, precisions: list[str], tokens: list[int], n: int, k: int) -> Iterator[tuple[str, ...]]:
+    for precision in precisions:
         for count in tokens:
             choice, code = chosen(precision, gpu, count, n, k)
             matrix = ", ".join(f"{number} {name}" for name, number in code.matrix.items()) or "none"
@@ -49,10 +50,13 @@ def main() -> None:
     parser.add_argument("arch", nargs="*", choices=[*architectures(), []], metavar="ARCH")
     parser.add_argument("--layer", type=int, nargs=2, default=(4096, 4096), metavar=("N", "K"))
     parser.add_argument("--tokens", type=int, nargs="+", default=[8, 2048])
+    parser.add_argument("--precisions", nargs="+", default=None, help="all that the architecture has, if not told")
     arguments = parser.parse_args()
     print(*(" | ".join(("", *cells, "")).strip() for cells in (HEADER, ["---"] * len(HEADER))), sep="\n")
     for name in arguments.arch or architectures():
-        for cells in rows(known[name], arguments.tokens, *arguments.layer):
+        asked = [precision for precision in known[name].arch.precisions if precision in
+                 (arguments.precisions or known[name].arch.precisions)]
+        for cells in rows(known[name], asked, arguments.tokens, *arguments.layer):
             print(" | ".join(("", *cells, "")).strip(), flush=True)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ingot.plugins.linear.gpu_arithmetic import scaling, widening
 from ingot.plugins.linear.gpu_schemes import GPU_SCHEMES
 from ingot.plugins.linear.pack import packed_size
 from ingot.plugins.scheme import SCHEMES
@@ -15,6 +16,9 @@ from .units import Unit
 
 _PROMPT_TOKENS = 512
 """Of a step that reads a prompt."""
+
+_TILE_TOKENS = 128
+"""Of a block in such a step."""
 
 _CORE_BYTES_S = 8e9
 _CORE_CLOCK_HZ = 3e9
@@ -48,10 +52,11 @@ def unit_cost(unit: Unit, scheme: str, target: Target) -> Cost:
     if unit.role == "experts":
         share = min(1.0, unit.choices / unit.matrices[0].weight.shape[0])
         read, weights = int(size * share), int(weights * share)
-    bytes_s, multiplies_s = _rates(scheme, target)
-    alone = max(read / bytes_s, weights / multiplies_s)
+    bytes_s = target.gpu.bytes_per_s if target.gpu is not None else _CORE_BYTES_S
+    alone = max(read / bytes_s, weights * _multiply_add_s(scheme, target, 1))
     # Of a prompt only the last token's logits are computed.
-    prompt = 0.0 if unit.role == "head" else max(size / _PROMPT_TOKENS / bytes_s, weights / multiplies_s)
+    prompt = 0.0 if unit.role == "head" else max(size / _PROMPT_TOKENS / bytes_s,
+                                                 weights * _multiply_add_s(scheme, target, _TILE_TOKENS))
     return Cost(size, alone + prompt)
 
 
@@ -62,10 +67,12 @@ def _size_bytes(shape: tuple[int, ...], scheme: str, gpu: Gpu | None) -> int:
     return PackedWeight("", tensor("", shape), Packing(scheme, ROWS), "").size_bytes
 
 
-def _rates(scheme: str, target: Target) -> tuple[float, float]:
-    """(bytes, multiply-adds) a second."""
+def _multiply_add_s(scheme: str, target: Target, tokens: int) -> float:
+    """Seconds of one, where so many tokens share a weight. On GPUs with what threads compute beside it."""
     if target.gpu is not None:
-        return target.gpu.bytes_per_s, target.gpu.tflops[GPU_SCHEMES[scheme].activation] * 1e12 / 2
+        kind = GPU_SCHEMES[scheme]
+        beside = widening(kind.format, kind.activation) / tokens + scaling(kind.format, kind.activation)
+        return 2 / (target.gpu.tflops[kind.activation] * 1e12) + beside / target.gpu.instructions_per_s
     rates = _RATES_OF_PAIRS if target.isa in _PAIRS else _RATES
     kind = {32: "float", 16: "float", 8: "int8", 4: "w4a8"}[SCHEMES[scheme].weight_bits]
-    return _CORE_BYTES_S, 2 * _VECTOR_BYTES[target.isa] * rates[kind] * _CORE_CLOCK_HZ
+    return 1 / (2 * _VECTOR_BYTES[target.isa] * rates[kind] * _CORE_CLOCK_HZ)

@@ -2,8 +2,9 @@
 
 A launch takes the longest of: its bytes at the device's bandwidth, less where too little is under way to hide the
 memory's latency, or where too few multiprocessors ask; what its blocks read through the second-level cache; its
-operations at the peak rate, less where multiprocessors idle (too few blocks, or a last wave that is not full). Each
-launch costs its start.
+operations at the peak rate, and the instructions beside them at that of FP32, less where multiprocessors idle (too few
+blocks, or a last wave that is not full). Operations and instructions add up: in a step of a block the one waits for the
+other, and blocks beside it may hide that or not. Each launch costs its start.
 """
 from __future__ import annotations
 
@@ -97,7 +98,7 @@ def _guessed(candidate: Candidate, launch: GpuLaunch, arch: Architecture) -> _Fo
 def _seconds(candidate: Candidate, gpu: Gpu, precision: str, footprint: Callable[[GpuLaunch], _Footprint]) -> float:
     """The cost of several launches is divided equally."""
     count, whole = len(candidate.launches), candidate.cost
-    each = Cost(whole.num_bytes / count, whole.flops / count, whole.cache_bytes / count)
+    each = Cost(whole.num_bytes / count, whole.flops / count, whole.cache_bytes / count, whole.instructions / count)
     return sum(_launch_s(launch, footprint(launch), gpu, each, precision) for launch in candidate.launches)
 
 
@@ -110,5 +111,5 @@ def _launch_s(launch: GpuLaunch, block: _Footprint, gpu: Gpu, cost: Cost, precis
     waves = ceil(blocks / at_a_time)
     busy = asking if waves == 1 else blocks / (waves * at_a_time)
     cache = gpu.num_sms * gpu.clock_hz * _CACHE_BYTES_A_CLOCK * busy
-    return LAUNCH_S + max(cost.num_bytes / bandwidth, cost.cache_bytes / cache,
-                          cost.flops / (gpu.flops_per_s(precision) * busy))
+    arithmetic = cost.flops / gpu.flops_per_s(precision) + cost.instructions / gpu.instructions_per_s
+    return LAUNCH_S + max(cost.num_bytes / bandwidth, cost.cache_bytes / cache, arithmetic / busy)

@@ -87,6 +87,11 @@ class Gpu:
     def flops_per_s(self, precision: str) -> float:
         return self.tflops[self.operand_type(precision)] * 1e12
 
+    @property
+    def instructions_per_s(self) -> float:
+        """Of all threads, at the rate of FP32's multiply-adds."""
+        return self.flops_per_s("fp32") / 2
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"arch": self.arch.name, "limits": {
             name: getattr(self.arch, name) for name in _LIMITS}}

@@ -93,11 +93,13 @@ class GpuLaunch:
 @dataclass(frozen=True)
 class Cost:
     """What a launch moves and computes. num_bytes counts each operand as often as it comes from device memory,
-    cache_bytes as often as it comes to a multiprocessor."""
+    cache_bytes as often as it comes to a multiprocessor. flops: of the products. instructions: of threads beside them,
+    where they are so many that they may be waited for."""
 
     num_bytes: float
     flops: float
     cache_bytes: float = 0.0
+    instructions: float = 0.0
 
 
 @dataclass(frozen=True)

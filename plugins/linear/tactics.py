@@ -23,6 +23,7 @@ from ..gpu.kernel import (
     arguments,
     symbol,
 )
+from .gpu_arithmetic import defers, scaling, widening
 from .gpu_formats import ELEMENTS, FORMATS, GROUP, Format
 
 MODULE = "ingot.plugins.linear.gpu"
@@ -201,7 +202,7 @@ def _few_tokens(p: Problem, device: Device) -> list[Tile]:
     feature_steps: tuple[int, ...] = (64, 128) if device.has_warpgroup_mma else (32, 64)
     if p.format == "nvfp4" and device.has_warpgroup_mma:
         feature_steps = (128,)  # block-scaled tcgen05 takes no fewer; below, triton falls back to bf16
-    elif _defers(p) and (p.gated or (p.sum_choices and not device.has_warpgroup_mma)):
+    elif defers(p.format, p.activation) and (p.gated or (p.sum_choices and not device.has_warpgroup_mma)):
         feature_steps = feature_steps[:1]  # four accumulators, or sums that are kept for several tokens
     tiles = []
     for features, step in product(feature_steps, _channel_steps(p)):
@@ -216,7 +217,7 @@ def _few_tokens(p: Problem, device: Device) -> list[Tile]:
 
 def _many_tokens(p: Problem, device: Device) -> list[Tile]:
     """Large tiles. Of equals the first is taken: copies by descriptor need fewer registers and instructions."""
-    one_accumulator = not p.gated and not _defers(p)
+    one_accumulator = not p.gated and not defers(p.format, p.activation)
     widest = one_accumulator and not p.experts and p.rows_a_matrix > 128 and device.has_warpgroup_mma
     if device.capability >= 100 and FORMATS[p.format].bits == 8:
         widest = False  # scaling what comes from tensor memory takes more registers than 256 tokens leave
@@ -231,7 +232,7 @@ def _many_tokens(p: Problem, device: Device) -> list[Tile]:
         if not one_accumulator and tokens > 64 and (
                 not device.has_warpgroup_mma or (p.format == "fp8_block" and device.capability >= 100)):
             continue  # a second accumulator does not fit the registers
-        if p.gated and _defers(p) and p.weights.is_int4 and p.format != "int4" and tokens > 64:
+        if p.gated and defers(p.format, p.activation) and p.weights.is_int4 and p.format != "int4" and tokens > 64:
             continue  # nor do sums of two groups, or what minimums take
         blocks = -(-p.n // 128) * row_tiles(p, tokens)
         stages, warps = _stages(p, device, 128, tokens, step, 4), 8 if tokens >= 128 or not one_accumulator else 4
@@ -250,11 +251,6 @@ def _many_tokens(p: Problem, device: Device) -> list[Tile]:
 def row_tiles(p: Problem, tokens: int) -> int:
     """Tiles that cover the rows however they fall to the experts: numbered by group_of (gpu/math.py), or a row each."""
     return min(p.num_rows // tokens + p.experts, p.num_rows) if p.experts else -(-p.num_rows // tokens)
-
-
-def _defers(p: Problem) -> bool:
-    """Sums of a group are scaled apart: a second accumulator."""
-    return p.format == "fp8_block" or (p.weights.is_int4 and p.activation in ("fp8", "int8"))
 
 
 def _channel_steps(p: Problem) -> tuple[int, ...]:
@@ -299,7 +295,9 @@ def cost(p: Problem, tile: Tile) -> Cost:
     readings = 1 + tile.splits * (p.quantizes and p.format != "fp8_block") * (1 + p.post_norm)
     readings += p.post_norm * (1 + tile.splits)
     through_cache = blocks * p.k * (weights + readings * tile.tokens * _BYTES[p.x_type])
-    return Cost(num_bytes, 2.0 * p.num_rows * rows * p.k, through_cache)
+    tiles = row_tiles(p, tile.tokens)
+    instructions = widening(p.format, p.activation) + scaling(p.format, p.activation) * tile.tokens
+    return Cost(num_bytes, 2.0 * p.num_rows * rows * p.k, through_cache, instructions * tiles * rows * p.k)
 
 
 def launch(p: Problem, tile: Tile) -> GpuLaunch:
@@ -364,7 +362,7 @@ def _parameters(p: Problem, form: Format, tile: Tile,
         "ROWS": SIZES[p.rows], "N": p.n, "K": p.k, "X_STRIDE": stride,
         "WEIGHTS": "int4" if form.is_int4 else p.format, "W_ROW": row,
         "GROUP": form.channels_per_scale if form.is_int4 else 0,
-        "QUANTIZE": p.activation if p.quantizes else "", "DEFER": _defers(p), "GATED": p.gated,
+        "QUANTIZE": p.activation if p.quantizes else "", "DEFER": defers(p.format, p.activation), "GATED": p.gated,
         "EPS": p.norm_eps or 0.0, "TO": p.y_type or p.float_type, "BM": tile.tokens, "BN": tile.features,
         "BK": tile.channels, "SPLITS": tile.splits, "X_TMA": tile.tma and not p.experts,
         "W_TMA": tile.tma, "EXPERTS": p.experts, "EP": power_of_two(p.experts) if p.experts else 0,

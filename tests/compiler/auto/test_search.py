@@ -84,6 +84,17 @@ def test_every_target_has_costs(target: str) -> None:
             assert cost.size_bytes > 0 and 0 < cost.seconds < 1
 
 
+def test_small_groups_cost_a_gpu_more_than_their_bytes() -> None:
+    """The prompt's part of w4a8: products, and the scaling of each group's sum at the rate of FP32."""
+    h200 = find_target("h200")
+    assert h200.gpu is not None
+    _, qk, *_ = units_of(1)
+    seconds = {scheme: unit_cost(qk, scheme, h200).seconds for scheme in ("fp8", "w4a8_fp8", "w4a8_fp8_g32")}
+    bytes_alone = {scheme: unit_cost(qk, scheme, h200).size_bytes / h200.gpu.bytes_per_s for scheme in seconds}
+    beside = {scheme: seconds[scheme] - bytes_alone[scheme] for scheme in seconds}
+    assert beside["fp8"] < beside["w4a8_fp8"] < beside["w4a8_fp8_g32"]
+
+
 def test_a_unit_that_is_not_known_has_one_option() -> None:
     units = units_of(1)
     schemes = [["int8g32", "fp32"], ["w4a8", "fp32"], ["w4a8", "fp32"], ["w4a8"]]

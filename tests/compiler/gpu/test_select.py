@@ -3,7 +3,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ingot.compiler.gpu.select import LAUNCH_S, choose, estimate, shortlist
+import pytest
+
+from ingot.compiler.gpu.select import LAUNCH_S, choose, estimate, expected, shortlist
 from ingot.compiler.gpu.triton_compile import CompiledKernel
 from ingot.compiler.targets import find_target
 from ingot.plugins.gpu.kernel import Candidate, Cost, GpuKernel, GpuLaunch
@@ -64,6 +66,24 @@ def test_the_shortlist_knows_what_can_be_known_before() -> None:
     assert all(c.launches[0].grid[0] * c.launches[0].grid[1] >= 64 for c in best)
     many = shortlist(candidates(replace(p, m=4096), H200.device).legal, H200, "fp8", 1)[0]
     assert dict(many.launches[0].kernel.constants)["BM"] in (128, 256)
+
+
+def test_small_groups_take_time_in_context() -> None:
+    """Each group's sum is scaled at the rate of FP32: in groups of 32 that takes as long as the fp8 products. Where a
+    step waits for weights nobody notices."""
+    assert H200 is not None
+
+    def best(tokens: int, format: str) -> float:
+        p = Problem(tokens, 8192, 8192, format, "fp8", token_scales=True)
+        return min(expected(c, H200, p.precision) for c in candidates(p, H200.device).legal) - LAUNCH_S
+
+    products = 2 * 8192**3 / 1979e12
+    scalings = {group: 8192**3 / group / (66.9e12 / 2) for group in (32, 64, 128)}
+    assert scalings[32] == pytest.approx(products, rel=0.1)
+    many = {group: best(8192, format) for group, format in ((32, "int4_g32"), (64, "int4_g64"), (128, "int4"))}
+    for group in (32, 64):
+        assert many[group] - many[128] == pytest.approx(scalings[group] - scalings[128], rel=0.1)
+    assert best(1, "int4_g32") < 1.05 * best(1, "int4") * (1 + 2 / 16)  # a scale for 32 weights: an eighth more bytes
 
 
 def test_spills_are_the_last_resort() -> None:
