@@ -82,5 +82,5 @@ def test_every_instruction_set_gives_the_same_answers(speaking_engine: Callable[
             answers[name] = [engine.generate(prompt, params).token_ids for prompt in PROMPTS]
     assert all(len(answer) == 40 for answer in answers[runnable[0]])
     assert all(answer == answers[runnable[0]] for answer in answers.values()), answers
-    # What VNNI adds is integer arithmetic: fp32 code may be the same with it.
-    assert len(codes) >= len(runnable) - ("x86-64-v4-vnni" in runnable)
+    # What VNNI and BF16 add is arithmetic of other numbers: fp32 code may be the same with them.
+    assert len(codes) >= len(set(runnable) - {"x86-64-v4-vnni", "x86-64-v4-bf16"})

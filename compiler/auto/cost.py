@@ -22,7 +22,7 @@ _TILE_TOKENS = 128
 
 _CORE_BYTES_S = 8e9
 _CORE_CLOCK_HZ = 3e9
-_VECTOR_BYTES = {"x86-64-v3": 32, "x86-64-v4": 64, "x86-64-v4-vnni": 64, "aarch64-dotprod": 16}
+_VECTOR_BYTES = {"x86-64-v3": 32, "x86-64-v4": 64, "x86-64-v4-vnni": 64, "x86-64-v4-bf16": 64, "aarch64-dotprod": 16}
 
 # Multiply-adds that one of a core's two vector units does for each byte of its width and cycle: a product of floats
 # takes four bytes; of integers, vpdpbusd and sdot four in one instruction, others two (w4a8) to five instructions.

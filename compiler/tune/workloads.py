@@ -65,16 +65,18 @@ def part_bytes(p: Attention) -> tuple[int, int]:
     return key, value
 
 
-def attention_launches(p: Attention, context: int, new: int, cold_bytes: int) -> tuple[Step, Launches]:
-    """A step of one sequence with `new` tokens at its end: for so many layers that a single token reads its keys and
-    values from memory, or for one. p.block_bytes: a multiple of layer_bytes(p)."""
+def attention_launches(p: Attention, context: int, new: int, cold_bytes: int,
+                       num_seqs: int = 1) -> tuple[Step, Launches]:
+    """A step of sequences with `new` tokens each at their ends: for so many layers that single tokens read their keys
+    and values from memory, or for one. p.block_bytes: a multiple of layer_bytes(p)."""
     rng = np.random.default_rng(0)
-    size, blocks = context * layer_bytes(p) // BLOCK_SIZE, -(-context // BLOCK_SIZE)
+    blocks, tokens = -(-context // BLOCK_SIZE), num_seqs * new
+    size = num_seqs * context * layer_bytes(p) // BLOCK_SIZE
     count, layers = max(1, cold_bytes // size) if new == 1 else 1, p.block_bytes // layer_bytes(p)
-    q, out = (rng.normal(size=(new, p.q_heads * dim)).astype(np.float32) for dim in (p.key_dim, p.value_dim))
-    scratch = np.empty(scratch_bytes(p, new, 1), np.uint8)
-    caches = [_filled(p, blocks, rng) for _ in range(-(-count // layers))]
-    step, table, alive = _one_sequence(context, new, blocks)
+    q, out = (rng.normal(size=(tokens, p.q_heads * dim)).astype(np.float32) for dim in (p.key_dim, p.value_dim))
+    scratch = np.empty(scratch_bytes(p, tokens, num_seqs), np.uint8)
+    caches = [_filled(p, num_seqs * blocks, rng) for _ in range(-(-count // layers))]
+    step, table, alive = _step(context, new, blocks, num_seqs)
     launches: Launches = []
     for i in range(count):
         cache = _parts(p, caches[i // layers], i % layers)
@@ -83,13 +85,16 @@ def attention_launches(p: Attention, context: int, new: int, cold_bytes: int) ->
     return step, launches
 
 
-def _one_sequence(context: int, new: int, blocks: int) -> tuple[Step, np.ndarray, list[np.ndarray]]:
+def _step(context: int, new: int, blocks: int, num_seqs: int) -> tuple[Step, np.ndarray, list[np.ndarray]]:
     """A step, its block table, and the arrays that the step points to, which must live as long."""
-    table = np.random.default_rng(0).permutation(blocks).astype(np.int32)
-    arrays = {"positions": np.arange(context - new, context, dtype=np.int32), "token_seq": np.zeros(new, np.int32),
-              "query_start": np.array([0, new], np.int32), "context_len": np.array([context], np.int32)}
+    table = np.random.default_rng(0).permutation(num_seqs * blocks).astype(np.int32)
+    arrays = {"positions": np.tile(np.arange(context - new, context, dtype=np.int32), num_seqs),
+              "token_seq": np.repeat(np.arange(num_seqs, dtype=np.int32), new),
+              "query_start": np.arange(num_seqs + 1, dtype=np.int32) * np.int32(new),
+              "context_len": np.full(num_seqs, context, np.int32)}
     pointers = {name: array.ctypes.data for name, array in arrays.items()}
-    return Step(num_tokens=new, num_seqs=1, max_blocks=blocks, **pointers), table, list(arrays.values())
+    step = Step(num_tokens=num_seqs * new, num_seqs=num_seqs, max_blocks=blocks, **pointers)
+    return step, table, list(arrays.values())
 
 
 def _parts(p: Attention, cache: np.ndarray, layer: int) -> list[np.ndarray | None]:

@@ -111,6 +111,38 @@ INGOT_INLINE void ingot_attention_run(const ingot_step *step, void *const *args,
     }
 }
 
+/* One row of out: what `ranges` ranges left, `next` floats apart, weighted. sink: null, or of the row's head. */
+INGOT_INLINE void ingot_attention_merge(const float *partial, size_t next, int ranges, const float *sink, float *to,
+                                        ingot_attention c) {
+    float m[ATTENTION_MAX_RANGES] = {0}, weight[ATTENTION_MAX_RANGES];
+    float peak = sink ? *sink : ATTENTION_NO_PEAK, sum = 0.0f;
+    for (int r = 0; r < ranges; r++) {
+        m[r] = partial[(size_t)r * next + (size_t)c.value_dim];
+        peak = m[r] > peak ? m[r] : peak;
+    }
+    for (int r = 0; r < ranges; r += VF_LANES) vf_store(weight + r, vf_exp(vf_load(m + r) - vf_set1(peak)));
+    for (int r = 0; r < ranges; r++) sum += weight[r] * partial[(size_t)r * next + (size_t)c.value_dim + 1];
+    if (sink) sum += ingot_expf(*sink - peak);
+    for (int d = 0; d < c.value_dim; d += 4 * VF_LANES) {
+        vf value[4] = {vf_zero(), vf_zero(), vf_zero(), vf_zero()};
+        for (int r = 0; r < ranges; r++) {
+            const float *from = partial + (size_t)r * next + d; /* its room is a multiple of 16 */
+            INGOT_UNROLL
+            for (int v = 0; v < 4; v++) {
+                if (d + v * VF_LANES < c.value_dim) {
+                    value[v] = vf_fma(vf_set1(weight[r]), vf_load(from + v * VF_LANES), value[v]);
+                }
+            }
+        }
+        INGOT_UNROLL
+        for (int v = 0; v < 4; v++) {
+            int rest = c.value_dim - d - v * VF_LANES;
+            if (rest >= VF_LANES) vf_store(to + d + v * VF_LANES, value[v] / vf_set1(sum));
+            else if (rest > 0) vf_store_first(to + d + v * VF_LANES, value[v] / vf_set1(sum), rest);
+        }
+    }
+}
+
 /* Merges what the ranges of a sequence left in scratch. args: scratch, sinks [Hq] or null, what the first launch wrote
  * for sequences of one range, or null if that is in `out` already, out. */
 INGOT_INLINE void ingot_attention_combine(const ingot_step *step, void *const *args, int worker, int num_workers,
@@ -132,27 +164,10 @@ INGOT_INLINE void ingot_attention_combine(const ingot_step *step, void *const *a
                 memcpy(out + at, whole + at, sizeof(float) * (size_t)c.value_dim);
                 continue;
             }
-            const float *partial = scratch + (unit * (size_t)c.q_heads + (size_t)row) * (size_t)stride;
-            const size_t next = (size_t)cut.tokens * (size_t)c.q_heads * (size_t)stride;
             int head = row % c.q_heads;
-            float peak = sinks ? sinks[head] : ATTENTION_NO_PEAK, sum = 0.0f;
-            for (int r = 0; r < cut.ranges; r++) {
-                float m = partial[(size_t)r * next + (size_t)c.value_dim];
-                peak = m > peak ? m : peak;
-            }
-            float weight[ATTENTION_MAX_RANGES];
-            for (int r = 0; r < cut.ranges; r++) {
-                const float *from = partial + (size_t)r * next + c.value_dim;
-                weight[r] = ingot_expf(from[0] - peak);
-                sum += weight[r] * from[1];
-            }
-            if (sinks) sum += ingot_expf(sinks[head] - peak);
-            float *to = out + at;
-            for (int d = 0; d < c.value_dim; d++) {
-                float value = 0.0f;
-                for (int r = 0; r < cut.ranges; r++) value += weight[r] * partial[(size_t)r * next + (size_t)d];
-                to[d] = value / sum;
-            }
+            ingot_attention_merge(scratch + (unit * (size_t)c.q_heads + (size_t)row) * (size_t)stride,
+                                  (size_t)cut.tokens * (size_t)c.q_heads * (size_t)stride, cut.ranges,
+                                  sinks ? sinks + head : 0, out + at, c);
         }
         if (cut.ranges > 1) unit += (size_t)cut.ranges * (size_t)cut.tokens;
     }

@@ -1,30 +1,38 @@
 /* Scores of few rows: a dot product along the head for each row and key, of integers where keys are of 8 bits; then
- * a query is quantized likewise. */
+ * a query is quantized likewise. So it is where keys are multiplied as pairs of bfloat16. */
 #ifndef INGOT_ATTENTION_SCORES_H
 #define INGOT_ATTENTION_SCORES_H
-#include "attention/attention_types.h"
+#include "attention/attention_pairs.h"
 #include "linear/integer_vectors.h"
 
 /* Rows that share one load of a key or a value. */
 #define FEW_BLOCK (VF_REGISTERS == 32 ? 4 : 3)
 
-/* scores[i][0 .. 3] of `rows` queries with the four keys from element `k` on; rows: a literal. */
-INGOT_INLINE void ingot_few_scores_of(int rows, const float *q, int q_row, const void *cache, size_t k, int dim,
-                                      int type, float *scores) {
+/* A vector of a key of floats, from element i on; what is n or more elements behind it is 0. */
+INGOT_INLINE vf ingot_few_key(int kind, const void *cache, size_t i, int n, int type) {
+#ifdef VF_PAIRS
+    if (kind == GEMM_PAIRS) return ingot_kv_load_pairs(cache, i, n);
+#endif
+    (void)kind;
+    return n >= VF_LANES ? ingot_kv_load(cache, i, type) : ingot_kv_load_first(cache, i, n, type);
+}
+
+/* scores[i][0 .. 3] of `rows` queries with the four keys from element `k` on; kind, rows: literals. */
+INGOT_INLINE void ingot_few_scores_of(int kind, int rows, const float *q, int q_row, const void *cache, size_t k,
+                                      int dim, int type, float *scores) {
+    const int width = kind == GEMM_PAIRS ? 2 * VF_LANES : VF_LANES;
     vf sum[4][4];
     INGOT_UNROLL
     for (int i = 0; i < rows; i++) sum[i][0] = sum[i][1] = sum[i][2] = sum[i][3] = vf_zero();
-    for (int d = 0; d < dim; d += VF_LANES) {
+    for (int d = 0; d < dim; d += width) {
         vf query[4];
         INGOT_UNROLL
-        for (int i = 0; i < rows; i++) query[i] = vf_load(q + i * q_row + d);
+        for (int i = 0; i < rows; i++) query[i] = vf_load(q + i * q_row + d / width * VF_LANES);
         INGOT_UNROLL
         for (int j = 0; j < 4; j++) {
-            size_t at = k + (size_t)(j * dim + d);
-            vf key = d + VF_LANES <= dim ? ingot_kv_load(cache, at, type)
-                                         : ingot_kv_load_first(cache, at, dim % VF_LANES, type);
+            vf key = ingot_few_key(kind, cache, k + (size_t)(j * dim + d), dim - d, type);
             INGOT_UNROLL
-            for (int i = 0; i < rows; i++) sum[i][j] = vf_fma(query[i], key, sum[i][j]);
+            for (int i = 0; i < rows; i++) sum[i][j] = ingot_gemm_step(kind, query[i], key, sum[i][j]);
         }
     }
     INGOT_UNROLL
@@ -79,8 +87,9 @@ INGOT_INLINE void ingot_few_products_of(int rows, const float *q, int q_row, con
 
 /* Scores of the first FEW_BLOCK rows or, if there are less, of all, with four keys from element `k` on; k_scale: of
  * those keys, and q_scale: where they are of 8 bits. */
-INGOT_INLINE void ingot_few_scores(int rows, const float *q, int q_row, const float *q_scale, const void *cache,
-                                   size_t k, const float *k_scale, int dim, int type, float *scores) {
+INGOT_INLINE void ingot_few_scores(int kind, int rows, const float *q, int q_row, const float *q_scale,
+                                   const void *cache, size_t k, const float *k_scale, int dim, int type,
+                                   float *scores) {
     if (type == INGOT_KV_I8) {
         const int8_t *keys = (const int8_t *)cache + k;
         switch (rows) {
@@ -92,10 +101,10 @@ INGOT_INLINE void ingot_few_scores(int rows, const float *q, int q_row, const fl
         return;
     }
     switch (rows) {
-        case 1: ingot_few_scores_of(1, q, q_row, cache, k, dim, type, scores); break;
-        case 2: ingot_few_scores_of(2, q, q_row, cache, k, dim, type, scores); break;
-        case 3: ingot_few_scores_of(3, q, q_row, cache, k, dim, type, scores); break;
-        default: ingot_few_scores_of(FEW_BLOCK, q, q_row, cache, k, dim, type, scores); break;
+        case 1: ingot_few_scores_of(kind, 1, q, q_row, cache, k, dim, type, scores); break;
+        case 2: ingot_few_scores_of(kind, 2, q, q_row, cache, k, dim, type, scores); break;
+        case 3: ingot_few_scores_of(kind, 3, q, q_row, cache, k, dim, type, scores); break;
+        default: ingot_few_scores_of(kind, FEW_BLOCK, q, q_row, cache, k, dim, type, scores); break;
     }
 }
 

@@ -52,6 +52,20 @@ typedef struct {
     ((rows) * ATTENTION_ALIGN(dk, 16) + (keys) * ((rows) + 16 + ATTENTION_ALIGN(dk, 16) + ATTENTION_ALIGN(dv, 16)) \
      + ((rows) + 16) * (ATTENTION_ALIGN(dv, 16) + 5))
 
+/* How queries, keys, weights and values are multiplied. */
+INGOT_INLINE int ingot_attention_kind(ingot_attention c) {
+#ifdef VF_PAIRS
+    if (c.kv_type == INGOT_KV_BF16) return GEMM_PAIRS;
+#endif
+    (void)c;
+    return GEMM_FLOATS;
+}
+
+/* Lanes that a row of so many elements takes, filled up to whole vectors. */
+INGOT_INLINE int ingot_attention_lanes(int kind, int dim) {
+    return kind == GEMM_PAIRS ? ATTENTION_ALIGN(dim, 2 * VF_LANES) / 2 : ATTENTION_ALIGN(dim, 16);
+}
+
 /* The first key position that a token may see. */
 INGOT_INLINE int ingot_attention_low(int position, ingot_attention c) {
     int low = 0;

@@ -48,6 +48,14 @@ INGOT_INLINE vf ingot_kv_load_first(const void *cache, size_t i, int n, int type
     return vf_load_bf16(lanes);
 }
 
+#ifdef VF_PAIRS
+/* Elements i .. i + 2 VF_LANES - 1 of a cache of bfloat16 as they lie, two a lane; those from the n-th on 0. */
+INGOT_INLINE vf ingot_kv_load_pairs(const void *cache, size_t i, int n) {
+    const uint16_t *from = (const uint16_t *)cache + i;
+    return n >= 2 * VF_LANES ? vf_load((const float *)from) : vf_load_pairs_first(from, n);
+}
+#endif
+
 /* x[dim] to the row that begins with element i. A row with an infinity or a NaN becomes NaN; scale: with 8 bits. */
 INGOT_INLINE void ingot_kv_store_row(void *cache, size_t i, float *scale, const float *x, int dim, int type) {
     if (type == INGOT_KV_F32) {

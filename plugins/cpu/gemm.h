@@ -1,4 +1,4 @@
-/* The inner block of float32 matrix products: a few rows of the result in registers while k runs. */
+/* The inner block of matrix products with float32 sums: a few rows of the result in registers while k runs. */
 #ifndef INGOT_GEMM_H
 #define INGOT_GEMM_H
 #include <stddef.h>
@@ -10,13 +10,24 @@
 #define GEMM_VECTORS (VF_REGISTERS == 32 ? 4 : 2)
 #define GEMM_COLUMNS (GEMM_VECTORS * VF_LANES)
 
+/* What a and b hold: numbers, or pairs of bfloat16 (see simd.h), whose two products each add up. */
+enum { GEMM_FLOATS, GEMM_PAIRS };
+
+INGOT_INLINE vf ingot_gemm_step(int kind, vf a, vf b, vf c) {
+#ifdef VF_PAIRS
+    if (kind == GEMM_PAIRS) return vf_dot_pairs(a, b, c);
+#endif
+    (void)kind;
+    return vf_fma(a, b, c);
+}
+
 /* c[i][j] = sum over k of a[i][k] b[k][j]  +  (scale ? scale[i] c[i][j] : 0)
  * for i < rows, j < vectors * VF_LANES; of the last vector only the first `last` lanes. Each element is summed in the
  * order of k, so that the result does not depend on how a matrix is cut into blocks.
- * a[i][k] lies at a[i * a_row + k * a_col]; rows, vectors: literals. */
-INGOT_INLINE void ingot_gemm_block(int rows, int vectors, int last, int depth, const float *a, ptrdiff_t a_row,
-                                   ptrdiff_t a_col, const float *b, ptrdiff_t b_row, float *c, ptrdiff_t c_row,
-                                   const float *scale) {
+ * a[i][k] lies at a[i * a_row + k * a_col]; kind, rows, vectors: literals. */
+INGOT_INLINE void ingot_gemm_block(int kind, int rows, int vectors, int last, int depth, const float *a,
+                                   ptrdiff_t a_row, ptrdiff_t a_col, const float *b, ptrdiff_t b_row, float *c,
+                                   ptrdiff_t c_row, const float *scale) {
     vf sum[GEMM_ROWS][4];
     INGOT_UNROLL
     for (int i = 0; i < rows; i++) {
@@ -39,7 +50,7 @@ INGOT_INLINE void ingot_gemm_block(int rows, int vectors, int last, int depth, c
         for (int i = 0; i < rows; i++) {
             vf factor = vf_set1(a[i * a_row + k * a_col]);
             INGOT_UNROLL
-            for (int v = 0; v < vectors; v++) sum[i][v] = vf_fma(factor, column[v], sum[i][v]);
+            for (int v = 0; v < vectors; v++) sum[i][v] = ingot_gemm_step(kind, factor, column[v], sum[i][v]);
         }
     }
     INGOT_UNROLL
@@ -54,15 +65,15 @@ INGOT_INLINE void ingot_gemm_block(int rows, int vectors, int last, int depth, c
 }
 
 /* The same for a number of vectors that is known late, 1 .. GEMM_VECTORS. */
-INGOT_INLINE void ingot_gemm_vectors(int rows, int vectors, int last, int depth, const float *a, ptrdiff_t a_row,
-                                     ptrdiff_t a_col, const float *b, ptrdiff_t b_row, float *c, ptrdiff_t c_row,
-                                     const float *scale) {
+INGOT_INLINE void ingot_gemm_vectors(int kind, int rows, int vectors, int last, int depth, const float *a,
+                                     ptrdiff_t a_row, ptrdiff_t a_col, const float *b, ptrdiff_t b_row, float *c,
+                                     ptrdiff_t c_row, const float *scale) {
     switch (vectors) {
-        case 1: ingot_gemm_block(rows, 1, last, depth, a, a_row, a_col, b, b_row, c, c_row, scale); break;
-        case 2: ingot_gemm_block(rows, 2, last, depth, a, a_row, a_col, b, b_row, c, c_row, scale); break;
+        case 1: ingot_gemm_block(kind, rows, 1, last, depth, a, a_row, a_col, b, b_row, c, c_row, scale); break;
+        case 2: ingot_gemm_block(kind, rows, 2, last, depth, a, a_row, a_col, b, b_row, c, c_row, scale); break;
 #if VF_REGISTERS == 32
-        case 3: ingot_gemm_block(rows, 3, last, depth, a, a_row, a_col, b, b_row, c, c_row, scale); break;
-        case 4: ingot_gemm_block(rows, 4, last, depth, a, a_row, a_col, b, b_row, c, c_row, scale); break;
+        case 3: ingot_gemm_block(kind, rows, 3, last, depth, a, a_row, a_col, b, b_row, c, c_row, scale); break;
+        case 4: ingot_gemm_block(kind, rows, 4, last, depth, a, a_row, a_col, b, b_row, c, c_row, scale); break;
 #endif
     }
 }

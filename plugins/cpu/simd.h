@@ -62,6 +62,51 @@ INGOT_INLINE void vf_hsum4(float *out, vf a, vf b, vf c, vf d) {
 /* 2^n x for integral n; shifted = n + INGOT_ROUND holds the same n as an integer. */
 INGOT_INLINE vf vf_scale_pow2(vf x, vf n, vf shifted) { (void)shifted; return _mm512_scalef_ps(x, n); }
 
+#ifdef __AVX512BF16__
+/* Pairs: a vf whose lanes hold two bfloat16 each, the first one in the lower half. Subnormal numbers count as 0. */
+#define VF_PAIRS 1
+/* c + a b, in each lane the sum of two products; float32, whose order and rounding are the processor's own. */
+INGOT_INLINE vf vf_dot_pairs(vf a, vf b, vf c) {
+    return _mm512_dpbf16_ps(c, (__m512bh)_mm512_castps_si512(a), (__m512bh)_mm512_castps_si512(b));
+}
+/* Elements 0 .. 15 and 16 .. 31, rounded to nearest even: lane i holds elements 2 i and 2 i + 1. */
+INGOT_INLINE vf vf_to_pairs(vf low, vf high) {
+    return _mm512_castsi512_ps((__m512i)_mm512_cvtne2ps_pbh(high, low));
+}
+/* As vf_to_pairs, but cut off instead of rounded. */
+INGOT_INLINE vf vf_cut_to_pairs(vf low, vf high) {
+    const __m512i upper = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27,
+                                           25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+    return _mm512_castsi512_ps(_mm512_permutex2var_epi16(_mm512_castps_si512(low), upper, _mm512_castps_si512(high)));
+}
+/* Lane i becomes the pair of the first's and the second's lane i, cut off. */
+INGOT_INLINE vf vf_cut_lanes_to_pairs(vf first, vf second) {
+    const __m512i lower = _mm512_srli_epi32(_mm512_castps_si512(first), 16);
+    return _mm512_castsi512_ps(_mm512_mask_blend_epi16(0xaaaaaaaau, lower, _mm512_castps_si512(second)));
+}
+/* The first n of 32 elements, 0 <= n <= 32, the others 0. */
+INGOT_INLINE vf vf_load_pairs_first(const uint16_t *p, int n) {
+    return _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(_bzhi_u32(0xffffffffu, (unsigned)n), p));
+}
+/* Of 32 elements each of a and b: lane i holds a[i] and b[i]; of the second function a[16 + i] and b[16 + i]. */
+INGOT_INLINE vf vf_interleave_elements_low(vf a, vf b) {
+    const __m512i from = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6,
+                                          37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+    return _mm512_castsi512_ps(_mm512_permutex2var_epi16(_mm512_castps_si512(a), from, _mm512_castps_si512(b)));
+}
+INGOT_INLINE vf vf_interleave_elements_high(vf a, vf b) {
+    const __m512i from = _mm512_set_epi16(63, 31, 62, 30, 61, 29, 60, 28, 59, 27, 58, 26, 57, 25, 56, 24, 55, 23, 54,
+                                          22, 53, 21, 52, 20, 51, 19, 50, 18, 49, 17, 48, 16);
+    return _mm512_castsi512_ps(_mm512_permutex2var_epi16(_mm512_castps_si512(a), from, _mm512_castps_si512(b)));
+}
+/* x 2^n, n being the integer in the lower bits of `shifted` (n + INGOT_ROUND), for a result that is a normal number; if
+ * its exponent would be 0, a subnormal one. */
+INGOT_INLINE vf vf_shift_exponent(vf x, vf shifted) {
+    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(x),
+                                                _mm512_slli_epi32(_mm512_castps_si512(shifted), 23)));
+}
+#endif
+
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include <immintrin.h>
 #define VF_LANES 8

@@ -24,11 +24,11 @@ INGOT_INLINE void ingot_matmul_columns(int begin, int end, int vectors, int last
                                        const float *b, ptrdiff_t b_row, float *c, const float *scale, ingot_product s) {
     int i = begin;
     for (; i + GEMM_ROWS <= end; i += GEMM_ROWS) {
-        ingot_gemm_vectors(GEMM_ROWS, vectors, last, depth, a + i * s.a_row, s.a_row, s.a_col, b, b_row,
+        ingot_gemm_vectors(GEMM_FLOATS, GEMM_ROWS, vectors, last, depth, a + i * s.a_row, s.a_row, s.a_col, b, b_row,
                            c + (ptrdiff_t)i * s.n, s.n, scale);
     }
     for (; i < end; i++) {
-        ingot_gemm_vectors(1, vectors, last, depth, a + i * s.a_row, s.a_row, s.a_col, b, b_row,
+        ingot_gemm_vectors(GEMM_FLOATS, 1, vectors, last, depth, a + i * s.a_row, s.a_row, s.a_col, b, b_row,
                            c + (ptrdiff_t)i * s.n, s.n, scale);
     }
 }

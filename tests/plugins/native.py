@@ -18,8 +18,11 @@ from ingot.plugins.kernel import INCLUDE_DIR, CpuKernel, translation_unit
 
 from .emulated import EmulatedKernels, emulator
 
-HOST_ISAS = [isa.name for isa in host_isas() if isa.name != "x86-64-v4-vnni"]
-"""Float kernels make no use of VNNI; the other sets each have code of their own."""
+PAIR_ISA = "x86-64-v4-bf16"
+"""Where pairs of bfloat16 are multiplied."""
+
+HOST_ISAS = [isa.name for isa in host_isas() if isa.name not in ("x86-64-v4-vnni", PAIR_ISA)]
+"""Float kernels make no use of VNNI, nor of pairs of bfloat16; the other sets each have code of their own."""
 
 ALL_ISAS = [*HOST_ISAS, *(
     pytest.param(isa.name, marks=[pytest.mark.slow, pytest.mark.skipif(
@@ -27,8 +30,10 @@ ALL_ISAS = [*HOST_ISAS, *(
     for isa in ISAS.values() if isa.machine == "aarch64" != platform.machine())]
 """And, among the slow tests, those that only an emulator can run here."""
 
-MATRIX_ISAS = [*ALL_ISAS, *(isa.name for isa in host_isas() if isa.name not in HOST_ISAS)]
-"""The products of integers have code of their own for VNNI."""
+MATRIX_ISAS = [*ALL_ISAS, *(isa.name for isa in host_isas() if isa.name not in (*HOST_ISAS, PAIR_ISA)),
+               pytest.param(PAIR_ISA, marks=pytest.mark.skipif(PAIR_ISA not in {isa.name for isa in host_isas()},
+                                                               reason="this machine has no AVX512-BF16"))]
+"""The products of integers have code of their own for VNNI, attention for pairs of bfloat16."""
 
 
 _COUNTS = ("num_tokens", "num_seqs", "num_logits", "max_blocks")
@@ -81,6 +86,7 @@ class Library:
 
     def __init__(self, kernels: Iterable[CpuKernel], isa: str, folder: Path, compiler: Compiler = "zig") -> None:
         self._emulated = None
+        self.isa = isa
         if ISAS[isa].machine != platform.machine():
             self._emulated = EmulatedKernels(kernels, ISAS[isa], folder)
             return

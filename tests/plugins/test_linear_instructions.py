@@ -18,6 +18,7 @@ EXPECTED = {
     "x86-64-v3": ("%ymm", r"vfmadd\d+ps", "vpmaddwd", "vpmaddubsw"),
     "x86-64-v4": ("%zmm", r"vfmadd\d+ps", "vpmaddwd", "vpmaddubsw"),
     "x86-64-v4-vnni": ("%zmm", r"vfmadd\d+ps", "vpdpbusd", "vpdpbusd"),
+    "x86-64-v4-bf16": ("%zmm", r"vfmadd\d+ps", "vpdpbusd", "vpdpbusd"),
     "aarch64-dotprod": ("v", "fmla", "sdot", "sdot"),
 }
 
