@@ -11,6 +11,7 @@ from ..ir.graph import Graph
 from ..ir.types import DType
 from ..ir.verify import verify
 from ..precision import Precision
+from .add_experts_last import add_experts_last
 from .assign_precision import assign_precision
 from .fold_constants import fold_constants
 from .fuse_add_norm import fuse_add_norm
@@ -90,6 +91,7 @@ def gpu_pipeline(precision: Precision, kv: str, stored: Mapping[str, str] | None
         ("place_kv", partial(place_kv, kv_dtype=KV_DTYPES[kv])),
         ("fuse_rope_kv_write", fuse_rope_kv_write),
         ("fuse_norm_add", fuse_norm_add),
+        ("add_experts_last", add_experts_last),
         ("fuse_residual", fuse_residual),
         ("raise_moe", raise_moe),
         ("fuse_add_norm", fuse_add_norm),
