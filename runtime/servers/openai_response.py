@@ -2,7 +2,7 @@
 
 import codecs
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,7 +121,8 @@ class Answer:
         self.text.append(output.text)
         self.token_ids += output.token_ids
         self.logprobs += output.logprobs or ()
-        self.finish_reason = _reason(output, self.reader)
+        self.finish_reason = output.finish_reason if self.reader is None else \
+            self.reader.finish_reason(output.finish_reason)
         self.matched_stop = output.matched_stop
 
     def choice(self, index: int, call: Call, prompt_logprobs: Sequence[TokenLogprobs | None] | None,
@@ -155,11 +156,6 @@ class Answer:
         return choice
 
 
-def _reason(output: RequestOutput, reader: ChatAnswer | None) -> str | None:
-    """Why the answer ended, as clients are told."""
-    return output.finish_reason if reader is None else reader.finish_reason(output.finish_reason)
-
-
 def _prompt_entry(token: TokenLogprobs, names: TokenNames) -> dict[str, Any]:
     """As vLLM tells a prompt's logprobs: by token id."""
     ranked = enumerate(zip(token.top_ids, token.top_logprobs, strict=True), 1)
@@ -191,37 +187,45 @@ class EventWriter:
 
     def output(self, index: int, output: RequestOutput) -> bytes:
         """Empty where an output shows nothing: no text, no logprobs, no end."""
-        call, reader = self._call, self._readers.get(index)
-        if call.new_answer is not None and reader is None:
-            reader = self._readers[index] = call.new_answer()
-        parts = self._parts(output, reader)
-        if not parts and output.finish_reason is None and call.num_logprobs is None and not call.return_token_ids:
+        call = self._call
+        if call.new_answer is not None:
+            return self._read(index, output, call.new_answer)
+        if not output.text and self._shows_nothing(output):
             return b""
+        text = to_json(output.text)
+        content = f'"text":{text}'
+        if call.is_chat:
+            content = f'"delta":{{"content":{text}}}' if output.text else '"delta":{}'
+        return self._event(index, content, output, output.finish_reason)
+
+    def _read(self, index: int, output: RequestOutput, new_answer: Callable[[], ChatAnswer]) -> bytes:
+        """An event for each thing that the output turns out to be; the last one tells the rest of it."""
+        if index not in self._readers:
+            self._readers[index] = new_answer()
+        reader = self._readers[index]
+        deltas = reader.add(output.text, output.finish_reason is not None)
+        if not deltas and self._shows_nothing(output):
+            return b""
+        *before, last = deltas or [{}]
+        events = [f'{self._head}{{"index":{index},"delta":{to_json(delta)},"logprobs":null,"finish_reason":null}}'
+                  f"{self._tail}".encode() for delta in before]
+        return b"".join([*events, self._event(index, f'"delta":{to_json(last)}', output,
+                                              reader.finish_reason(output.finish_reason))])
+
+    def _shows_nothing(self, output: RequestOutput) -> bool:
+        return output.finish_reason is None and self._call.num_logprobs is None and not self._call.return_token_ids
+
+    def _event(self, index: int, content: str, output: RequestOutput, reason: str | None) -> bytes:
+        call = self._call
         logprobs = "null" if call.num_logprobs is None or not output.logprobs else \
             to_json(self._logprobs(index, output, output.logprobs, call.num_logprobs))
-        reason = _reason(output, reader)
         end = "null" if reason is None else f'"{reason}"'
         more = ""
         if output.matched_stop is not None:
             more = f',"stop_reason":{to_json(output.matched_stop)}'
         if call.return_token_ids:
             more += f',"token_ids":{to_json(output.token_ids)}'
-        *before, last = parts or ['"delta":{}' if call.is_chat else '"text":""']
-        return b"".join([*(self._event(index, part, "null", "null", "") for part in before),
-                         self._event(index, last, logprobs, end, more)])
-
-    def _parts(self, output: RequestOutput, reader: ChatAnswer | None) -> list[str]:
-        """What an output adds to an answer, as members of a choice: most often one."""
-        if reader is not None:
-            return [f'"delta":{to_json(delta)}'
-                    for delta in reader.add(output.text, output.finish_reason is not None)]
-        if not output.text:
-            return []
-        text = to_json(output.text)
-        return [f'"delta":{{"content":{text}}}' if self._call.is_chat else f'"text":{text}']
-
-    def _event(self, index: int, part: str, logprobs: str, end: str, more: str) -> bytes:
-        choice = f'{{"index":{index},{part},"logprobs":{logprobs},"finish_reason":{end}{more}}}'
+        choice = f'{{"index":{index},{content},"logprobs":{logprobs},"finish_reason":{end}{more}}}'
         return f"{self._head}{choice}{self._tail}".encode()
 
     def _logprobs(self, index: int, output: RequestOutput, logprobs: Sequence[TokenLogprobs],

@@ -232,9 +232,11 @@ class _JsonCall:
 
 def _held(text: str, markers: tuple[str, ...]) -> int:
     """How many characters at the end may be the beginning of a marker."""
-    longest = max(map(len, markers), default=1) - 1
-    for count in range(min(longest, len(text)), 0, -1):
-        end = text[-count:]
-        if any(marker.startswith(end) for marker in markers):
-            return count
-    return 0
+    held = 0
+    for marker in markers:
+        place = text.find(marker[0], max(0, len(text) - len(marker) + 1))
+        while place >= 0 and not marker.startswith(text[place:]):
+            place = text.find(marker[0], place + 1)
+        if place >= 0:
+            held = max(held, len(text) - place)
+    return held
