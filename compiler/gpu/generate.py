@@ -22,6 +22,7 @@ from ..plan.plan import NULL, Arg, Bucket, Launch, Output, Plan, Weight, Workspa
 from ..targets import Gpu
 from ..weights.packed import PackedWeight, WeightTable
 from .choose import Choice, Chooser
+from .emit_linear import MATRICES
 from .emitters import EMITTERS, emit_sample
 from .lower import GpuLowering, Meeting, Request
 from .native import require_native
@@ -31,6 +32,9 @@ from .triton_compile import CompiledKernel
 
 KV_FRACTION = 0.9
 """Of the memory that is left, for the KV cache: what the runtime takes by default."""
+
+_ENDS_A_LAYER = (*MATRICES, "combine")
+"""One of these computes the last of what only this layer can."""
 
 _ALIGNMENT = 256
 _LAYER = re.compile(r"\blayers?\.(\d+)\b|\bh\.(\d+)\b")
@@ -103,12 +107,16 @@ class GpuProgram:
 
         A launch belongs to the layer that its node's origin names; where it does the work of several nodes, to that of
         the first: the sum over a layer's choices is that layer's, though it makes the norm of the next one too, and the
-        embedding is of no layer, though it makes the first norm. Nor are last norm, head, sampling, and tables, which
-        the first layer may name and all of them read.
+        embedding is of no layer, though it makes the first norm. Nor are tables, which the first layer may name and all
+        of them read; and what stands behind the last matrix of the last layer, for others leave that to the next one's
+        first: a norm behind the block, last norm, head and sampling.
         """
-        found = [None if launch.writes and launch.writes.keys() <= self.tables else _LAYER.search(launch.origin)
-                 for launch in bucket.launches]
-        layers = Counter(int(match[1] or match[2]) for match in found if match)
+        matches = [None if launch.writes and launch.writes.keys() <= self.tables else _LAYER.search(launch.origin)
+                   for launch in bucket.launches]
+        found = [int(match[1] or match[2]) if match else None for match in matches]
+        inside = [number for number, launch in enumerate(bucket.launches)
+                  if found[number] is not None and launch.op in _ENDS_A_LAYER]
+        layers = Counter(layer for layer in found[:max(inside, default=-1) + 1] if layer is not None)
         return dict(layers), len(found) - layers.total()
 
     def members(self, compiler: str, cache: BuildCache | None = None) -> dict[str, bytes]:

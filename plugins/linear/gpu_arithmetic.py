@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from .gpu_formats import FORMATS
 
-_WIDENING = {"bf16": 5.0, "fp16": 5.0, "fp8": 1.75, "int8": 1.0}
-"""Four bits, by the type that they are widened to: for each weight of a block's tile."""
+_WIDENING = {"bf16": 3.5, "fp16": 3.5, "fp8": 1.75, "int8": 1.0}
+"""Four bits, by the type that they are widened to: for each weight of a block's tile. Those of 16 bits are scaled."""
 
 _SCALING = {"fp8": 1.0, "int8": 2.0}
 """For a group's sum, by the type of the activations: a multiply-add, behind a conversion where sums are integers."""

@@ -5,10 +5,12 @@ import triton
 import triton.language as tl
 
 from ..gpu.math import INTERPRETED, dot, dot_nvfp4, narrow
-from .gpu_widening import TO_E4M3, TO_INT8
+from .gpu_widening import ABOVE, TO_E4M3, TO_FLOAT32, TO_INT8
 
 _TO_E4M3: tl.constexpr = tl.constexpr(TO_E4M3)
 _TO_INT8: tl.constexpr = tl.constexpr(TO_INT8)
+_TO_FLOAT32: tl.constexpr = tl.constexpr(TO_FLOAT32)
+_ABOVE: tl.constexpr = tl.constexpr(ABOVE)
 
 
 @triton.jit
@@ -60,13 +62,19 @@ def _halves(packed, TO: tl.constexpr):
 
 
 @triton.jit
-def _dequantized(q, s, m, TO: tl.constexpr):
-    """The weights that four bits stand for, rounded to type TO. q u8 [BN, HALF]; scale s and minimum m f32 [BN]; m
-    None: symmetric."""
-    if m is None:
-        return narrow(_widened(q, tl.float32) * s[:, None], TO)
+def _dequantized(packed, s_low, s_high, m_low, m_high, TO: tl.constexpr):
+    """The weights that low and high nibbles of u8 [BN, HALF] stand for, rounded to type TO. Scales s_low, s_high and
+    minimums m_low, m_high f32 [BN]; without minimums the grid is symmetric about 8."""
+    if m_low is None:
+        m_low, m_high = -8.0 * s_low, -8.0 * s_high
+    if INTERPRETED:
+        low, high = (packed & 15).to(tl.float32), (packed >> 4).to(tl.float32)
     else:
-        return narrow(q.to(tl.float32) * s[:, None] + m[:, None], TO)
+        low, high = tl.inline_asm_elementwise(_TO_FLOAT32, "=f,=f,=f,=f,=f,=f,=f,=f,r", [packed],
+                                              dtype=(tl.float32, tl.float32), is_pure=True, pack=4)
+        # Scales and minimums have 11 bits: these differences are exact, but for minimums far below a scale.
+        m_low, m_high = m_low - _ABOVE * s_low, m_high - _ABOVE * s_high
+    return narrow(low * s_low[:, None] + m_low[:, None], TO), narrow(high * s_high[:, None] + m_high[:, None], TO)
 
 
 @triton.jit
@@ -116,8 +124,7 @@ def four_bits(w, scale, minimum, b_low, b_high, sums_low, sums_high, acc, matrix
                 acc += _middle(s_high, m_high)[:, None] * sums_high[None, :]
         return acc
     else:
-        low = _dequantized(packed & 15, s_low, m_low, kind)
-        high = _dequantized(packed >> 4, s_high, m_high, kind)
+        low, high = _dequantized(packed, s_low, s_high, m_low, m_high, kind)
         return dot(high, b_high.T, dot(low, b_low.T, acc))
 
 

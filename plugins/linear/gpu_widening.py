@@ -1,6 +1,6 @@
-"""Instructions (PTX) that widen eight nibbles of $2, less 8, to four bytes of the low ones ($0) and four of the high
-ones ($1). Left to itself the compiler converts one element after the other: five to eight instructions each; so it is
-less than two. $2 is not read behind the first result: registers may be shared.
+"""Instructions (PTX) that widen the eight nibbles of a register: first the low ones of its bytes, then the high ones.
+Left to itself the compiler converts one element after the other, by five to eight instructions; so it is less than two.
+The register is not read behind the first result: they may share one.
 """
 
 TO_E4M3 = """{
@@ -20,7 +20,8 @@ prmt.b32 second, below, above, pick;
 prmt.b32 $0, first, second, 0x6420;
 prmt.b32 $1, first, second, 0x7531;
 }"""
-"""Three bits are an index among the numbers below 8, and among those above; the fourth picks one of the two."""
+"""Less 8, in four bytes a register. Three bits are an index among the numbers below 8, and among those above; the
+fourth picks one of the two."""
 
 TO_INT8 = """{
 .reg .b32 low, high;
@@ -32,4 +33,23 @@ sub.u32 high, high, 0x08080808;
 xor.b32 $0, low, 0x80808080;
 xor.b32 $1, high, 0x80808080;
 }"""
-"""The highest bit of a byte lends to the subtraction, and is turned into the sign."""
+"""Less 8, in four bytes a register. The highest bit of a byte lends to the subtraction, and is turned into the sign."""
+
+ABOVE = 128
+"""What is added in TO_FLOAT32."""
+
+TO_FLOAT32 = """{
+.reg .b32 low, high;
+shr.b32 high, $8, 4;
+and.b32 low, $8, 0x0F0F0F0F;
+and.b32 high, high, 0x0F0F0F0F;
+prmt.b32 $0, low, 0x00000043, 0x4055;
+prmt.b32 $1, low, 0x00000043, 0x4155;
+prmt.b32 $2, low, 0x00000043, 0x4255;
+prmt.b32 $3, low, 0x00000043, 0x4355;
+prmt.b32 $4, high, 0x00000043, 0x4055;
+prmt.b32 $5, high, 0x00000043, 0x4155;
+prmt.b32 $6, high, 0x00000043, 0x4255;
+prmt.b32 $7, high, 0x00000043, 0x4355;
+}"""
+"""Plus ABOVE, a number a register: its upper half is the bfloat16 whose last bit is worth one."""

@@ -126,11 +126,12 @@ def test_the_runtime_reads_the_plan(precision: str, target: str) -> None:
 
 def named(graph: Graph) -> Graph:
     """Every node says which layer it belongs to, as in imported models."""
-    nodes, origin = [], "model"
+    nodes, origin, last = [], "model", [*graph.probes.values()][-1]
     for node in graph.nodes:
         weights = [value for value in node.values if value in graph.constants]
         origin = f"model.{weights[0]}" if weights else origin
-        nodes.append(replace(node, origin="model" if node.op in ("cos", "sin", "gather_rows") else origin))
+        nodes.append(replace(node, origin="model" if node.op in ("cos", "sin") else origin))
+        origin = "model.norm" if last in node.outputs else origin
     return graph.rebuilt(nodes)
 
 

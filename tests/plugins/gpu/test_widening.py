@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ingot.plugins.gpu.floats import from_e4m3
-from ingot.plugins.linear.gpu_widening import TO_E4M3, TO_INT8
+from ingot.plugins.linear.gpu_widening import ABOVE, TO_E4M3, TO_FLOAT32, TO_INT8
 
 
 def permuted(low: int, high: int, selector: int) -> int:
@@ -31,22 +31,28 @@ OPERATIONS: dict[str, Callable[..., int]] = {
     "shr.b32": lambda a, b: a >> b, "prmt.b32": permuted, "lop3.b32": logic}
 
 
-def followed(text: str, word: int) -> tuple[int, int]:
-    """What is in $0 and $1 in the end."""
-    values = {"$2": word}
+def followed(text: str, word: int) -> list[int]:
+    """What is in the results in the end: $0, $1, …; the input is the operand behind them."""
+    given = f"${sum(f'${number},' in text for number in range(10)) - 1}"
+    values = {given: word}
     for line in text.strip("{}\n").split("\n")[1:]:
         operation, _, operands = line.rstrip(";").partition(" ")
         to, *sources = operands.split(", ")
-        assert "$2" not in sources or "$0" not in values, "it may lie where the input lay"
+        assert given not in sources or "$0" not in values, "a result may lie where the input lay"
         values[to] = OPERATIONS[operation](*(values[name] if name in values else int(name, 0) for name in sources))
-    return values["$0"], values["$1"]
+    return [values[f"${number}"] for number in range(int(given[1:]))]
+
+
+def read_float32(words: np.ndarray) -> np.ndarray:
+    return words.view(np.float32) - ABOVE - 8
 
 
 @pytest.mark.parametrize(("text", "read"), [
-    (TO_E4M3, from_e4m3), (TO_INT8, lambda x: x.view(np.int8).astype(np.float32))], ids=["e4m3", "int8"])
+    (TO_E4M3, lambda words: from_e4m3(words.view(np.uint8))), (TO_INT8, lambda words: words.view(np.int8)),
+    (TO_FLOAT32, read_float32)], ids=["e4m3", "int8", "float32"])
 def test_all_bytes_in_all_places(text: str, read: Callable[[np.ndarray], np.ndarray]) -> None:
     for start in range(256):
         packed = (start + np.array([0, 37, 101, 202])) % 256
-        low, high = followed(text, int.from_bytes(bytes(packed.tolist()), "little"))
-        for word, nibbles in ((low, packed & 15), (high, packed >> 4)):
-            assert read(np.frombuffer(word.to_bytes(4, "little"), np.uint8)).tolist() == (nibbles - 8.0).tolist()
+        words = followed(text, int.from_bytes(bytes(packed.tolist()), "little"))
+        wanted = np.concatenate([packed & 15, packed >> 4]) - 8.0
+        assert read(np.array(words, np.uint32)).tolist() == wanted.tolist()
