@@ -28,11 +28,13 @@ ENVIRONMENTS = {
 
 @dataclass(frozen=True)
 class Model:
-    """checkpoint: Hugging Face folder. gguf: what llama.cpp loads."""
+    """checkpoint: Hugging Face folder. gguf: what llama.cpp loads. is_random: its weights mean nothing, so that nothing
+    is gained by rounding them well."""
 
     name: str
     checkpoint: Path
     gguf: Path
+    is_random: bool = False
 
 
 class Kitchen:
@@ -66,7 +68,8 @@ class Kitchen:
         def make(folder: Path) -> None:
             folder.mkdir()
             run([sys.executable, "-m", "ingot.runtime.cli", "build", str(self.model.checkpoint), "--target", "cpu",
-                 "--precision", precision, "-o", str(folder / "x.engine")], self.log(f"ingot-{precision}"))
+                 "--precision", precision, "-o", str(folder / "x.engine"),
+                 *(["--no-calibration"] if self.model.is_random else [])], self.log(f"ingot-{precision}"))
 
         folder = self.cache / "models" / f"{self.model.name}-ingot-{precision}"
         shutil.rmtree(folder, ignore_errors=True)  # always of the code at hand
