@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -95,7 +96,7 @@ def sensitivities(reference: ReferenceModel, units: Sequence[Unit], schemes: Seq
             def hook(gradient: torch.Tensor) -> None:
                 with torch.no_grad():
                     for scheme in schemes[number]:
-                        weights = experts.rounded(lambda part, scheme=scheme: errors.get(part, scheme))
+                        weights = experts.rounded(partial(errors.get, scheme=scheme))
                         change = experts.output(weights, rounding_of(units[number], scheme, target, errors), given)
                         add(number, scheme, (gradient * (change - plain)).sum(-1).reshape(-1, length))
             output.register_hook(hook)

@@ -43,7 +43,7 @@ def rounded(reference: ReferenceModel, units: Sequence[Unit], schemes: Sequence[
                     entry = partial(_enter, rounding)
                     stack.callback(part.module.register_forward_pre_hook(entry).remove)
             if (experts := experts_of(reference.model, unit)) is not None:
-                for name, weight in experts.rounded(lambda part, scheme=scheme: errors.get(part, scheme)).items():
+                for name, weight in experts.rounded(partial(errors.get, scheme=scheme)).items():
                     stack.enter_context(_in_place(experts.module, name, weight))
                 if rounding is not None:
                     stack.enter_context(experts.rounds_inputs(rounding))

@@ -37,7 +37,7 @@ def provide(cache: Path, say: Say) -> Model:
         write_gguf(SHAPE, made, folder / f"{NAME}-F16.gguf")
 
     made = _once(cache / "models" / NAME, checkpoint, say)
-    return Model(NAME, made, _once(cache / "models" / f"{NAME}-gguf", gguf, say) / f"{NAME}-F16.gguf")
+    return Model(NAME, made, _once(cache / "models" / f"{NAME}-gguf", gguf, say) / f"{NAME}-F16.gguf", is_random=True)
 
 
 def _once(folder: Path, make: Callable[[Path], None], say: Say) -> Path:
