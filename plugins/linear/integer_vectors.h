@@ -16,26 +16,60 @@
 typedef __m512i vi;
 INGOT_INLINE vi vi_set1(int32_t x) { return _mm512_set1_epi32(x); }
 INGOT_INLINE vi vi_load(const void *p) { return _mm512_loadu_si512(p); }
+INGOT_INLINE void vi_store(void *p, vi a) { _mm512_storeu_si512(p, a); }
 INGOT_INLINE vf vi_to_float(vi a) { return _mm512_cvtepi32_ps(a); }
 INGOT_INLINE vi vi_low_nibbles(vi a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
 INGOT_INLINE vi vi_high_nibbles(vi a) { return vi_low_nibbles(_mm512_srli_epi16(a, 4)); }
+INGOT_INLINE vi vi_add(vi a, vi b) { return _mm512_add_epi32(a, b); }
+INGOT_INLINE vi vi_max(vi a, vi b) { return _mm512_max_epi32(a, b); }
+INGOT_INLINE vi vi_of_bits(vf a) { return _mm512_castps_si512(a); }
+INGOT_INLINE vf vf_of_bits(vi a) { return _mm512_castsi512_ps(a); }
+INGOT_INLINE vi vi_round(vf a) { return _mm512_cvtps_epi32(a); }
+INGOT_INLINE vi vi_magnitude(vf a) { return _mm512_and_si512(_mm512_castps_si512(a), _mm512_set1_epi32(0x7fffffff)); }
+INGOT_INLINE void vi_store_i8(int8_t *p, vi a) { _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(a)); }
 #elif VF_LANES == 8
 typedef __m256i vi;
 INGOT_INLINE vi vi_set1(int32_t x) { return _mm256_set1_epi32(x); }
 INGOT_INLINE vi vi_load(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
+INGOT_INLINE void vi_store(void *p, vi a) { _mm256_storeu_si256((__m256i *)p, a); }
 INGOT_INLINE vf vi_to_float(vi a) { return _mm256_cvtepi32_ps(a); }
 INGOT_INLINE vi vi_low_nibbles(vi a) { return _mm256_and_si256(a, _mm256_set1_epi8(15)); }
 INGOT_INLINE vi vi_high_nibbles(vi a) { return vi_low_nibbles(_mm256_srli_epi16(a, 4)); }
+INGOT_INLINE vi vi_add(vi a, vi b) { return _mm256_add_epi32(a, b); }
+INGOT_INLINE vi vi_max(vi a, vi b) { return _mm256_max_epi32(a, b); }
+INGOT_INLINE vi vi_of_bits(vf a) { return _mm256_castps_si256(a); }
+INGOT_INLINE vf vf_of_bits(vi a) { return _mm256_castsi256_ps(a); }
+INGOT_INLINE vi vi_round(vf a) { return _mm256_cvtps_epi32(a); }
+INGOT_INLINE vi vi_magnitude(vf a) { return _mm256_and_si256(_mm256_castps_si256(a), _mm256_set1_epi32(0x7fffffff)); }
+INGOT_INLINE void vi_store_i8(int8_t *p, vi a) {
+    const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+    _mm_storel_epi64((__m128i *)p, _mm_packs_epi16(words, words));
+}
 #else
 typedef int32x4_t vi;
 INGOT_INLINE vi vi_set1(int32_t x) { return vdupq_n_s32(x); }
 INGOT_INLINE vi vi_load(const void *p) { return vreinterpretq_s32_u8(vld1q_u8((const uint8_t *)p)); }
+INGOT_INLINE void vi_store(void *p, vi a) { vst1q_u8((uint8_t *)p, vreinterpretq_u8_s32(a)); }
 INGOT_INLINE vf vi_to_float(vi a) { return vcvtq_f32_s32(a); }
 INGOT_INLINE vi vi_low_nibbles(vi a) {
     return vreinterpretq_s32_u8(vandq_u8(vreinterpretq_u8_s32(a), vdupq_n_u8(15)));
 }
 INGOT_INLINE vi vi_high_nibbles(vi a) { return vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(a), 4)); }
+INGOT_INLINE vi vi_add(vi a, vi b) { return vaddq_s32(a, b); }
+INGOT_INLINE vi vi_max(vi a, vi b) { return vmaxq_s32(a, b); }
+INGOT_INLINE vi vi_of_bits(vf a) { return vreinterpretq_s32_f32(a); }
+INGOT_INLINE vf vf_of_bits(vi a) { return vreinterpretq_f32_s32(a); }
+INGOT_INLINE vi vi_round(vf a) { return vcvtnq_s32_f32(a); }
+INGOT_INLINE vi vi_magnitude(vf a) { return vandq_s32(vreinterpretq_s32_f32(a), vdupq_n_s32(0x7fffffff)); }
+INGOT_INLINE void vi_store_i8(int8_t *p, vi a) {
+    const int16x4_t words = vmovn_s32(a);
+    const int8x8_t bytes = vmovn_s16(vcombine_s16(words, words));
+    memcpy(p, &bytes, 4);
+}
 #endif
+
+/* vi_of_bits, vf_of_bits: the same bits as another type. vi_magnitude: those of |a|, which sort like it. vi_round: to the
+ * nearest, even where two are. vi_store_i8: the lowest byte of every lane, which holds it. */
 
 /* The same four bytes in every lane. */
 INGOT_INLINE vi vi_repeat(const uint8_t *four) { int32_t v; memcpy(&v, four, 4); return vi_set1(v); }
@@ -43,14 +77,21 @@ INGOT_INLINE vi vi_repeat(const uint8_t *four) { int32_t v; memcpy(&v, four, 4);
 /* Numbers whose exponents grow by the same, 2^23 times which `exponent` points to: times a power of two, without a
  * multiplication, which would take the pipes that the products of integers need. None of them may be zero. */
 INGOT_INLINE vf vf_add_exponent(vf x, const int32_t *exponent) {
-#if VF_LANES == 16
-    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(x), vi_set1(*exponent)));
-#elif VF_LANES == 8
-    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), vi_set1(*exponent)));
-#else
-    return vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(x), vi_set1(*exponent)));
-#endif
+    return vf_of_bits(vi_add(vi_of_bits(x), vi_set1(*exponent)));
 }
+
+/* Lane i of the result: the sum (or the maximum) over the lanes of rows[i]. */
+#define VI_REDUCE(name, operation) \
+    INGOT_INLINE vi name(vi rows[VF_LANES]) { \
+        INGOT_UNROLL for (int half = VF_LANES / 2; half; half /= 2) \
+            INGOT_UNROLL for (int i = 0; i < half; i++) { \
+                const vf a = vf_of_bits(rows[i]), b = vf_of_bits(rows[i + half]); \
+                rows[i] = operation(vi_of_bits(vf_interleave_low(a, b)), vi_of_bits(vf_interleave_high(a, b))); \
+            } \
+        return rows[0]; \
+    }
+VI_REDUCE(vi_sums, vi_add)
+VI_REDUCE(vi_maxima, vi_max)
 
 /* One step takes 4 channels of K of every output channel: sum + dot(w, x), with x the same four activations in every
  * lane. 8-bit weights come through vi_prepare_i8, which adds VI_SHIFT_I8, and their sums begin with vi_start_i8. Sums

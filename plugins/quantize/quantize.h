@@ -14,6 +14,7 @@
 #define INGOT_QUANTIZE_H
 #include "../cpu/ingot_kernel.h"
 #include "../cpu/scalar_math.h"
+#include "../linear/integer_vectors.h"
 
 #define INGOT_BLOCK 32
 /* A group whose largest magnitude is below this counts as zero: its scale would be subnormal. */
@@ -70,6 +71,47 @@ INGOT_INLINE int32_t ingot_quantize_values(const float *x, int n, float inverse,
     return sum;
 }
 
+/* VF_LANES groups of one block each, whose maxima and sums are found side by side: the values, scales and last numbers
+ * of a row, at the place of the first block. 0, and nothing is written, if one of them is not finite. */
+INGOT_INLINE int ingot_quantize_blocks(const float *x, int weight_bits, int8_t *q, float *scales, float *scaled_sums) {
+    enum { VECTORS = INGOT_BLOCK / VF_LANES };
+    vi most[VF_LANES], sums[VF_LANES];
+    float maxima[VF_LANES], inverse[VF_LANES], scale[VF_LANES];
+    int32_t sum[VF_LANES], *exponents = (int32_t *)scales, *offsets = (int32_t *)scaled_sums;
+    INGOT_UNROLL for (int b = 0; b < VF_LANES; b++) {
+        most[b] = vi_magnitude(vf_load(x + b * INGOT_BLOCK));
+        INGOT_UNROLL for (int v = 1; v < VECTORS; v++)
+            most[b] = vi_max(most[b], vi_magnitude(vf_load(x + b * INGOT_BLOCK + v * VF_LANES)));
+    }
+    vi_store(maxima, vi_maxima(most));
+    int finite = 1;
+    for (int b = 0; b < VF_LANES; b++) {
+        scale[b] = weight_bits == 4 ? ingot_power_of_two_of(maxima[b], &inverse[b])
+                                    : ingot_scale_of(maxima[b], &inverse[b]);
+        finite &= ingot_bits(scale[b]) < 0x7f800000u;
+    }
+    if (!finite) return 0;
+    INGOT_UNROLL for (int b = 0; b < VF_LANES; b++) {
+        INGOT_UNROLL for (int v = 0; v < VECTORS; v++) {
+            const int at = b * INGOT_BLOCK + v * VF_LANES;
+            const vi rounded = vi_round(vf_load(x + at) * vf_set1(inverse[b]));
+            vi_store_i8(q + at, rounded);
+            sums[b] = v ? vi_add(sums[b], rounded) : rounded;
+        }
+    }
+    vi_store(sum, vi_sums(sums));
+    for (int b = 0; b < VF_LANES; b++) {
+        if (weight_bits == 4) {
+            exponents[b] = (int32_t)(ingot_bits(scale[b]) - (127u << 23));
+            scaled_sums[b] = scale[b] * (float)sum[b];
+        } else {
+            scales[b] = scale[b];
+            offsets[b] = -128 * sum[b];
+        }
+    }
+    return 1;
+}
+
 /* Quantizes x[K] to `row`, ingot_row_bytes(K, weight_bits, group) long. A group with an infinity or a NaN gets that as
  * its scale (for 4-bit weights a NaN as its sum) and zeros as values, so that all that is computed from it is NaN. */
 INGOT_INLINE void ingot_quantize_row(const float *x, int k, int weight_bits, int group, uint8_t *row) {
@@ -79,6 +121,13 @@ INGOT_INLINE void ingot_quantize_row(const float *x, int k, int weight_bits, int
     float *scales = (float *)(row + k32), *scaled_sums = scales + num_scales;
     int32_t *offsets = (int32_t *)scaled_sums, *exponents = (int32_t *)scales, row_sum = 0;
     for (int start = 0; start < k32; start += span) {
+        if (span == INGOT_BLOCK && start + VF_LANES * INGOT_BLOCK <= k) {
+            const int i = start / INGOT_BLOCK;
+            if (ingot_quantize_blocks(x + start, weight_bits, q + start, scales + i, scaled_sums + i)) {
+                start += (VF_LANES - 1) * INGOT_BLOCK;
+                continue;
+            }
+        }
         const int end = start + span < k ? start + span : k;
         const float most = ingot_max_magnitude(x + start, end - start);
         float inverse;

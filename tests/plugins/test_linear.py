@@ -136,3 +136,19 @@ def test_nan_and_infinity_are_not_lost(library: Library, scheme: Scheme, bad: fl
                 placed(pack(w, scheme)), y)
     assert not np.isfinite(y[4]).any()
     assert np.isfinite(y[[0, 1, 2, 3, 5, 6]]).all()
+
+
+@pytest.mark.parametrize("scheme", SCHEME_LIST, ids=lambda s: s.tag)
+def test_what_is_not_finite_is_seen(library: Library, scheme: Scheme) -> None:
+    """A token with an infinity or a NaN anywhere has nothing but such results, and no other token has one."""
+    n, k = 40, 1536
+    x = make_input(7, k)
+    x[1, 40], x[3, 1500], x[6, 0] = np.inf, np.nan, -np.inf
+    rows = aligned((7, row_bytes(k, scheme)), np.uint8) if scheme.is_integer else x
+    if scheme.is_integer:
+        library.run(quantize_cpu.emit(k, scheme), Step.of_tokens(7), x, rows)
+    packed = placed(pack(make_weights(n, k), scheme))
+    for m in (8, 64):
+        y = aligned((7, n))
+        library.run(emit(Problem(n, k, scheme, m)), Step.of_tokens(7), rows, packed, y)
+        assert np.isfinite(y[[0, 2, 4, 5]]).all() and not np.isfinite(y[[1, 3, 6]]).any()
