@@ -15,7 +15,8 @@ WIDTH, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCAB, EXPERTS = 32, 4, 2, 8, 48, 64, 4
 class Layer:
     """pre_norm, post_norm: before and after each part; with neither the layer has none.
     parallel: attention and MLP read the same, and are added together. qk_norm: of each head, before the rotation.
-    experts: the MLP is chosen by a router. late: the layer's input is read once more by a linear layer at its end.
+    experts: the MLP is chosen by a router; shared: with one beside it that all tokens go through. late: the layer's
+    input is read once more by a linear layer at its end.
     """
 
     pre_norm: bool = True
@@ -24,6 +25,7 @@ class Layer:
     qk_norm: bool = False
     rope: bool = True
     experts: bool = False
+    shared: bool = False
     late: bool = False
 
 
@@ -71,7 +73,9 @@ def _layer(b: Builder, x: str, layer: Layer, name: str) -> str:
         attended = _norm(b, attended, f"{name}.attention_norm")
     middle = x if layer.parallel else b.op("add", x, attended)
     y = _norm(b, middle, f"{name}.mlp_norm") if layer.pre_norm else middle
-    y = _experts(b, y, name) if layer.experts else _mlp(b, y, name)
+    inner, y = y, _experts(b, y, name) if layer.experts else _mlp(b, y, name)
+    if layer.shared:
+        y = b.op("add", y, _mlp(b, inner, f"{name}.shared"))
     if layer.post_norm:
         y = _norm(b, y, f"{name}.post_norm")
     x = b.op("add", b.op("add", middle, attended) if layer.parallel else middle, y)

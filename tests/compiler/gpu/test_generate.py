@@ -29,6 +29,7 @@ OTHERS = {
     "parallel": model([Layer(parallel=True), Layer(parallel=True, pre_norm=False)]),
     "no rotation": model([Layer(rope=False), Layer(rope=False, qk_norm=True)]),
     "experts": model([Layer(experts=True), Layer(experts=True, post_norm=True)]),
+    "shared": model([Layer(experts=True, shared=True), Layer(experts=True, shared=True)]),
     "late": model([Layer(late=True), Layer(pre_norm=False, late=True)]),
 }
 STEPS = ((0, 17), (17, 18), (18, 20), (20, 28))

@@ -79,6 +79,18 @@ def test_launches_of_experts_for_many_tokens(precision: str, target: str) -> Non
     assert names == ["embedding", layer[0], "loop", "loop", *layer[1:], *layer, "loop", "rms_norm", "linear", "sample"]
 
 
+def test_launches_of_experts_beside_shared_ones() -> None:
+    """The shared ones' matrix adds the residual, the sum over choices adds that."""
+    graph = model([Layer(experts=True, shared=True)] * 2)
+    few = [request.op for request in lowered(graph, 8, "h200", "bf16").requests]
+    layer = ["linear", "attention", "linear", "route", "expert_linear", "linear", "linear", "expert_linear"]
+    assert few == ["embedding", layer[0], "loop", "loop", *layer[1:], *layer, "loop", "linear", "sample"]
+    many = [request.op for request in lowered(graph, 16, "h200", "bf16").requests]
+    layer = ["linear", "rope_kv_write", "attention", "linear", "route", "expert_linear", "expert_linear", "linear",
+             "linear", "combine"]
+    assert many == ["embedding", layer[0], "loop", "loop", *layer[1:], *layer, "loop", "rms_norm", "linear", "sample"]
+
+
 def test_a_choice_of_another_kind() -> None:
     """Weights that no router gives: the choice stays arithmetic, and rows are sorted by a launch of their own."""
     b = Builder()
