@@ -70,7 +70,8 @@ def test_error_is_at_most_half_a_step(scheme: Scheme) -> None:
 
 def test_scales_of_four_bit_weights_are_the_least_powers_of_two() -> None:
     """Also where the largest is 127 times a power, or a little more; huge groups are infinite, tiny ones zero."""
-    largest = np.float32([127, np.nextafter(np.float32(127), np.float32(128)), 1, 0.9921875, 3e-5, 2.0**100, 2.0**-91])
+    more = np.nextafter(np.float32(127), np.float32(128))
+    largest = np.array([127, more, 1, 0.9921875, 3e-5, 2.0**100, 2.0**-91], np.float32)
     x = np.zeros((7, 64), np.float32)
     x[:, 3], x[:, 40] = -largest, 1
     q, scale = quantize_values(x, Scheme("w4a8", 4, 8, 32))
