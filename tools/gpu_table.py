@@ -35,8 +35,12 @@ def chosen(precision: str, gpu: Gpu, tokens: int, n: int, k: int) -> tuple[Choic
     return choice, code[choice.candidate.launches[0].kernel]
 
 
-def rows(gpu: Gpu, precisions: list[str], tokens: list[int], n: int, k: int) -> Iterator[tuple[str, ...]]:
-    for precision in precisions:
+def rows(gpu: Gpu, tokens: list[int], n: int, k: int, precisions: list[str] | None = None,
+         ) -> Iterator[tuple[str, ...]]:
+    """precisions: None: all that the architecture has."""
+    for precision in gpu.arch.precisions:
+        if precisions is not None and precision not in precisions:
+            continue
         for count in tokens:
             choice, code = chosen(precision, gpu, count, n, k)
             matrix = ", ".join(f"{number} {name}" for name, number in code.matrix.items()) or "none"
@@ -54,9 +58,7 @@ def main() -> None:
     arguments = parser.parse_args()
     print(*(" | ".join(("", *cells, "")).strip() for cells in (HEADER, ["---"] * len(HEADER))), sep="\n")
     for name in arguments.arch or architectures():
-        asked = [precision for precision in known[name].arch.precisions if precision in
-                 (arguments.precisions or known[name].arch.precisions)]
-        for cells in rows(known[name], asked, arguments.tokens, *arguments.layer):
+        for cells in rows(known[name], arguments.tokens, *arguments.layer, arguments.precisions):
             print(" | ".join(("", *cells, "")).strip(), flush=True)
 
 

@@ -70,9 +70,9 @@ def _size_bytes(shape: tuple[int, ...], scheme: str, gpu: Gpu | None) -> int:
 def _multiply_add_s(scheme: str, target: Target, tokens: int) -> float:
     """Seconds of one, where so many tokens share a weight. On GPUs with what threads compute beside it."""
     if target.gpu is not None:
-        kind = GPU_SCHEMES[scheme]
-        beside = widening(kind.format, kind.activation) / tokens + scaling(kind.format, kind.activation)
-        return 2 / (target.gpu.tflops[kind.activation] * 1e12) + beside / target.gpu.instructions_per_s
+        held = GPU_SCHEMES[scheme]
+        beside = widening(held.format, held.activation) / tokens + scaling(held.format, held.activation)
+        return 2 / (target.gpu.tflops[held.activation] * 1e12) + beside / target.gpu.instructions_per_s
     rates = _RATES_OF_PAIRS if target.isa in _PAIRS else _RATES
     kind = {32: "float", 16: "float", 8: "int8", 4: "w4a8"}[SCHEMES[scheme].weight_bits]
     return 1 / (2 * _VECTOR_BYTES[target.isa] * rates[kind] * _CORE_CLOCK_HZ)
