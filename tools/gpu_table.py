@@ -58,7 +58,7 @@ def main() -> None:
     arguments = parser.parse_args()
     print(*(" | ".join(("", *cells, "")).strip() for cells in (HEADER, ["---"] * len(HEADER))), sep="\n")
     for name in arguments.arch or architectures():
-        for cells in rows(known[name], arguments.tokens, *arguments.layer, arguments.precisions):
+        for cells in rows(known[name], arguments.tokens, *arguments.layer, precisions=arguments.precisions):
             print(" | ".join(("", *cells, "")).strip(), flush=True)
 
 
