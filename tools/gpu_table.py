@@ -56,9 +56,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[8, 2048])
     parser.add_argument("--precisions", nargs="+", default=None, help="all that the architecture has, if not told")
     arguments = parser.parse_args()
+    n, k = arguments.layer
     print(*(" | ".join(("", *cells, "")).strip() for cells in (HEADER, ["---"] * len(HEADER))), sep="\n")
     for name in arguments.arch or architectures():
-        for cells in rows(known[name], arguments.tokens, *arguments.layer, precisions=arguments.precisions):
+        for cells in rows(known[name], arguments.tokens, n, k, arguments.precisions):
             print(" | ".join(("", *cells, "")).strip(), flush=True)
 
 
