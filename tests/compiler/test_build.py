@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,6 +34,14 @@ NUM_TOKENS = 24
 IDS = np.random.default_rng(0).integers(0, 256, NUM_TOKENS).astype(np.int32)
 STEPS = ([24], [1, 1, 1, 21], [17, 2, 5], [3] * 8)
 """Ways to divide the tokens over steps: context and generation, in every bucket."""
+
+
+PAIRS = 2 ** -7
+"""Error of attention where pairs of bfloat16 are multiplied: queries, and weights, are off by up to 2^-8."""
+
+
+def multiplies_pairs(manifest: dict[str, Any]) -> bool:
+    return bool(manifest["target"]["isa"] == "x86-64-v4-bf16" and manifest["kv_precision"] == "bf16")
 
 
 def request(checkpoint: Path, output: Path | None, precision: str = "fp32") -> BuildRequest:
@@ -85,6 +94,8 @@ def test_engine_computes_what_its_graph_means(built: Callable[[str], BuildResult
     want = run(graph, inputs_of(NUM_TOKENS), checkpoint)[graph.outputs[0]]
     path = built(precision).path
     assert path is not None
+    if multiplies_pairs(built(precision).manifest):
+        tolerance = max(2 * tolerance, PAIRS)
     with EngineFile.open(path) as file:
         for workers, steps in zip((1, 2, 3, 1), STEPS, strict=True):
             program = load_program(file, kv_cache_tokens=64, num_workers=workers)
@@ -115,13 +126,18 @@ def test_each_operator_computes_its_reference(built: Callable[[str], BuildResult
             if name not in traced:
                 continue
             compared += 1
-            if node.op == "quantize":  # to the bit; what pads a row to 64 bytes is not written
-                width = int(graph.types[node.values[0]].shape[-1])
+            width = int(graph.types[node.values[0]].shape[-1])
+            if node.op == "quantize" and node.values[0] not in traced:  # made row by row, and left nowhere
+                got, wanted = (dequantize_rows(rows.reshape(-1, rows.shape[-1]), width, SCHEMES[node.attrs["scheme"]])
+                               for rows in (traced[name], want))
+                assert np.abs(got - wanted).max() <= np.abs(wanted).max() / 60, name  # a step
+            elif node.op == "quantize":  # to the bit; what pads a row to 64 bytes is not written
                 used = width + 8 * width // 32
                 assert np.array_equal(traced[name][..., :used], want[..., :used]), name
             else:
                 error = np.abs(traced[name] - want).max() / max(np.abs(want).max(), 1e-6)
-                assert error <= 5e-6, f"{node.op} {name} from {node.origin}: {error:.1e}"
+                attends = node.op == "attention" and multiplies_pairs(built(precision).manifest)
+                assert error <= (PAIRS if attends else 5e-6), f"{node.op} {name} from {node.origin}: {error:.1e}"
     assert compared >= 20 and set(graph.probes.values()) <= set(traced)
 
 
