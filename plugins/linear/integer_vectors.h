@@ -74,12 +74,6 @@ INGOT_INLINE void vi_store_i8(int8_t *p, vi a) {
 /* The same four bytes in every lane. */
 INGOT_INLINE vi vi_repeat(const uint8_t *four) { int32_t v; memcpy(&v, four, 4); return vi_set1(v); }
 
-/* Numbers whose exponents grow by the same, 2^23 times which `exponent` points to: times a power of two, without a
- * multiplication, which would take the pipes that the products of integers need. None of them may be zero. */
-INGOT_INLINE vf vf_add_exponent(vf x, const int32_t *exponent) {
-    return vf_of_bits(vi_add(vi_of_bits(x), vi_set1(*exponent)));
-}
-
 /* Lane i of the result: the sum (or the maximum) over the lanes of rows[i]. */
 #define VI_REDUCE(name, operation) \
     INGOT_INLINE vi name(vi rows[VF_LANES]) { \

@@ -54,8 +54,6 @@ def pack(w: np.ndarray, scheme: Scheme, inputs: Feedback | None = None) -> np.nd
             rows[:end - begin] = part
             done = _pack_rows(rows, scheme, inputs)
         out[panels] = done.reshape(out[panels].shape)
-        if scheme.weight_bits == 4:
-            _without_zero_scales(out[panels])
     return out.reshape(-1)
 
 
@@ -116,16 +114,6 @@ def _pack_rows(w: np.ndarray, scheme: Scheme, inputs: Feedback | None) -> np.nda
     for values in (step, minimum):
         blocks.append(np.ascontiguousarray(values.reshape(panels, PANEL, -1).transpose(0, 2, 1)).view(np.uint8))
     return np.concatenate(blocks, axis=2).reshape(panels, -1)
-
-
-def _without_zero_scales(panels: np.ndarray) -> None:
-    """Blocks of w4a8 whose scale is zero get the smallest there is and no steps of it, which are the same weights:
-    kernels multiply scales by adding to their exponents. In place; uint8 [panels, panel_bytes]."""
-    blocks = panels.reshape(-1, 320)
-    scales = blocks[:, 256:288].view(np.uint16)
-    block, channel = np.nonzero((scales & 0x7FFF) == 0)
-    blocks[:, :256].reshape(-1, 4, PANEL, 4)[block, :, channel] = 0
-    scales[block, channel] = 1
 
 
 def _unpack_rows(data: np.ndarray, k: int, scheme: Scheme) -> np.ndarray:

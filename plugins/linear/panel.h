@@ -11,7 +11,7 @@
  *          int8_t   w[16][16][4]
  *   w4a8   for every 32 channels of K, 320 bytes:
  *          uint8_t  w[4][16][4]                   low nibbles: channels 4j + i, high nibbles: channels 16 + 4j + i
- *          f16      scale[16], minimum[16]        weight = scale * nibble + minimum; no scale is zero
+ *          f16      scale[16], minimum[16]        weight = scale * nibble + minimum
  *
  * The sum over K is taken in the same order, with the same roundings, by every kernel for a scheme. So a token's
  * result depends neither on the number of workers, nor on the other tokens, nor on their number. */

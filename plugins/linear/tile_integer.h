@@ -18,7 +18,7 @@ typedef vi ingot_integer_tile[INGOT_TILE_ROWS][INGOT_TILE_PANELS][INGOT_PARTS];
 /* The scales of a row, one a block; the sums or offsets follow them. */
 INGOT_INLINE const float *ingot_scales(const uint8_t *row, int k) { return (const float *)(row + ingot_k32(k)); }
 
-/* y += sx * scale * dot(q, xq) + minimum * (sx * sum(xq)), block after block; sx is a power of two, scale never zero. */
+/* y += sx * scale * dot(q, xq) + minimum * (sx * sum(xq)), block after block. */
 INGOT_INLINE void ingot_tile_w4a8(const ingot_matmul *job, const int rows, const int panels, int k_begin, int k_end,
                                   int row, int panel) {
     const int blocks = ingot_k32(job->k) / INGOT_BLOCK;
@@ -54,10 +54,9 @@ INGOT_INLINE void ingot_tile_w4a8(const ingot_matmul *job, const int rows, const
             const uint16_t *scales = (const uint16_t *)(w + (size_t)p * panel_bytes + 256) + VF_LANES * h;
             const vf scale = vf_load_f16(scales), minimum = vf_load_f16(scales + INGOT_PANEL);
             INGOT_UNROLL for (int r = 0; r < rows; r++) {
-                const float *x_sum = ingot_scales(x[r], job->k) + blocks + b;
+                const float *x_scale = ingot_scales(x[r], job->k) + b, *x_sum = x_scale + blocks;
                 const vf dot = vi_to_float(vi_end_u4(dots[r][p][h]));
-                const vf both = vf_add_exponent(scale, (const int32_t *)(x_sum - blocks));
-                sums[r][p][h] = vf_fma(both, dot, sums[r][p][h]);
+                sums[r][p][h] = vf_fma(scale * vf_set1(*x_scale), dot, sums[r][p][h]);
                 sums[r][p][h] = vf_fma(minimum, vf_set1(*x_sum), sums[r][p][h]);
             }
         }

@@ -2,14 +2,11 @@
  *
  * A row, padded to a multiple of 64 bytes:
  *   int8_t q[K32]            K32 = K rounded up to a multiple of 32; the padding is zero
- *   float  scale[blocks]     blocks = K32 / 32, the scale of every 32 channels (repeated where group is larger); for
- *                            4-bit weights: int32_t, 2^23 times the exponent of a power of two
+ *   float  scale[blocks]     blocks = K32 / 32, the scale of every 32 channels (repeated where group is larger)
  *   for 4-bit weights:   float   scale * (sum of q)   for every block, which their minima are multiplied with
  *   for 8-bit weights:   int32_t -128 * (sum of q)    for every block: see "linear/integer_vectors.h"
  * For 8-bit weights with one scale a row (group 0), blocks = 1.
- * The scales for 4-bit weights are powers of two, with which "linear/tile_integer.h" multiplies by adding exponents;
- * beside the rounding of such weights, half a bit of the activations is nothing.
- * The arithmetic is the reference's to the bit: maximum, scale, one product, round to nearest even. */
+ * The arithmetic is the reference's to the bit: maximum, two divisions, one product, round to nearest even. */
 #ifndef INGOT_QUANTIZE_H
 #define INGOT_QUANTIZE_H
 #include "../cpu/ingot_kernel.h"
@@ -46,20 +43,6 @@ INGOT_INLINE float ingot_scale_of(float most, float *inverse) {
     return zero ? 0.0f : most / 127.0f;
 }
 
-/* Magnitudes from which a group counts as infinite, and below which as zero, where scales are powers of two: with any
- * finite float16 number they then have a normal product. */
-#define INGOT_LARGEST_POWER_MAXIMUM 0x1p100f
-#define INGOT_SMALLEST_POWER_MAXIMUM 0x1p-90f
-
-/* As ingot_scale_of, but the scale is the least power of two with which no value exceeds 127; 1 if all become 0. */
-INGOT_INLINE float ingot_power_of_two_of(float most, float *inverse) {
-    const uint32_t bits = ingot_bits(most), one = 127u << 23;
-    const uint32_t power = ((bits + 0x1ffffu) & 0x7f800000u) - (6u << 23); /* 127 = 0x1.fcp6 */
-    const int zero = most < INGOT_SMALLEST_POWER_MAXIMUM, finite = most < INGOT_LARGEST_POWER_MAXIMUM;
-    *inverse = zero || !finite ? 0.0f : ingot_from_bits(2u * one - power);
-    return !finite ? most + __builtin_inff() : zero ? 1.0f : ingot_from_bits(power);
-}
-
 /* q = round(x * inverse) of n values; returns their sum. */
 INGOT_INLINE int32_t ingot_quantize_values(const float *x, int n, float inverse, int8_t *q) {
     int32_t sum = 0;
@@ -77,7 +60,7 @@ INGOT_INLINE int ingot_quantize_blocks(const float *x, int weight_bits, int8_t *
     enum { VECTORS = INGOT_BLOCK / VF_LANES };
     vi most[VF_LANES], sums[VF_LANES];
     float maxima[VF_LANES], inverse[VF_LANES], scale[VF_LANES];
-    int32_t sum[VF_LANES], *exponents = (int32_t *)scales, *offsets = (int32_t *)scaled_sums;
+    int32_t sum[VF_LANES], *offsets = (int32_t *)scaled_sums;
     INGOT_UNROLL for (int b = 0; b < VF_LANES; b++) {
         most[b] = vi_magnitude(vf_load(x + b * INGOT_BLOCK));
         INGOT_UNROLL for (int v = 1; v < VECTORS; v++)
@@ -86,9 +69,8 @@ INGOT_INLINE int ingot_quantize_blocks(const float *x, int weight_bits, int8_t *
     vi_store(maxima, vi_maxima(most));
     int finite = 1;
     for (int b = 0; b < VF_LANES; b++) {
-        scale[b] = weight_bits == 4 ? ingot_power_of_two_of(maxima[b], &inverse[b])
-                                    : ingot_scale_of(maxima[b], &inverse[b]);
-        finite &= ingot_bits(scale[b]) < 0x7f800000u;
+        scale[b] = ingot_scale_of(maxima[b], &inverse[b]);
+        finite &= ingot_bits(maxima[b]) < 0x7f800000u;
     }
     if (!finite) return 0;
     INGOT_UNROLL for (int b = 0; b < VF_LANES; b++) {
@@ -101,25 +83,21 @@ INGOT_INLINE int ingot_quantize_blocks(const float *x, int weight_bits, int8_t *
     }
     vi_store(sum, vi_sums(sums));
     for (int b = 0; b < VF_LANES; b++) {
-        if (weight_bits == 4) {
-            exponents[b] = (int32_t)(ingot_bits(scale[b]) - (127u << 23));
-            scaled_sums[b] = scale[b] * (float)sum[b];
-        } else {
-            scales[b] = scale[b];
-            offsets[b] = -128 * sum[b];
-        }
+        scales[b] = scale[b];
+        if (weight_bits == 4) scaled_sums[b] = scale[b] * (float)sum[b];
+        else offsets[b] = -128 * sum[b];
     }
     return 1;
 }
 
 /* Quantizes x[K] to `row`, ingot_row_bytes(K, weight_bits, group) long. A group with an infinity or a NaN gets that as
- * its scale (for 4-bit weights a NaN as its sum) and zeros as values, so that all that is computed from it is NaN. */
+ * its scale and zeros as values, so that all that is computed from it is NaN. */
 INGOT_INLINE void ingot_quantize_row(const float *x, int k, int weight_bits, int group, uint8_t *row) {
     const int k32 = ingot_k32(k), num_scales = ingot_num_scales(k, weight_bits, group);
     const int span = group ? group : k32, whole_row = weight_bits == 8 && group == 0;
     int8_t *q = (int8_t *)row;
     float *scales = (float *)(row + k32), *scaled_sums = scales + num_scales;
-    int32_t *offsets = (int32_t *)scaled_sums, *exponents = (int32_t *)scales, row_sum = 0;
+    int32_t *offsets = (int32_t *)scaled_sums, row_sum = 0;
     for (int start = 0; start < k32; start += span) {
         if (span == INGOT_BLOCK && start + VF_LANES * INGOT_BLOCK <= k) {
             const int i = start / INGOT_BLOCK;
@@ -131,8 +109,8 @@ INGOT_INLINE void ingot_quantize_row(const float *x, int k, int weight_bits, int
         const int end = start + span < k ? start + span : k;
         const float most = ingot_max_magnitude(x + start, end - start);
         float inverse;
-        const float scale = weight_bits == 4 ? ingot_power_of_two_of(most, &inverse) : ingot_scale_of(most, &inverse);
-        const int finite = ingot_bits(scale) < 0x7f800000u;
+        const float scale = ingot_scale_of(most, &inverse);
+        const int finite = ingot_bits(most) < 0x7f800000u;
         for (int b = start; b < k32 && b < start + span; b += INGOT_BLOCK) {
             const int i = whole_row ? 0 : b / INGOT_BLOCK;
             int32_t sum = 0;
@@ -143,13 +121,9 @@ INGOT_INLINE void ingot_quantize_row(const float *x, int k, int weight_bits, int
                 if (finite) sum = ingot_quantize_values(x + b, k - b, inverse, q + b);
             }
             row_sum += sum;
-            if (weight_bits == 4) {
-                exponents[i] = finite ? (int32_t)(ingot_bits(scale) - (127u << 23)) : 0;
-                scaled_sums[i] = scale * (float)sum;
-            } else {
-                scales[i] = scale;
-                offsets[i] = -128 * (whole_row ? row_sum : sum);
-            }
+            scales[i] = scale;
+            if (weight_bits == 4) scaled_sums[i] = scale * (float)sum;
+            else offsets[i] = -128 * (whole_row ? row_sum : sum);
         }
     }
 }

@@ -6,9 +6,6 @@ import numpy as np
 from ..scheme import BLOCK, Scheme
 
 _SMALLEST_MAXIMUM = np.float32(2.0**-100)
-_ONE = np.float32(1).view(np.int32)
-_POWERS = np.float32(2.0**-90), np.float32(2.0**100)
-"""Between these lie the maxima of groups whose scales are powers of two."""
 
 
 def num_scales(k: int, scheme: Scheme) -> int:
@@ -30,28 +27,13 @@ def quantize_values(x: np.ndarray, scheme: Scheme) -> tuple[np.ndarray, np.ndarr
     padded[:, :k] = x
     groups = padded.reshape(x.shape[0], -1, span)
     most = np.abs(groups).max(axis=2)
-    finite, scale, inverse = _powers_of_two(most) if scheme.weight_bits == 4 else _scales(most)
-    with np.errstate(invalid="ignore"):
+    finite, zero = np.isfinite(most), most < _SMALLEST_MAXIMUM
+    scale = np.where(zero, np.float32(0), most / np.float32(127))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        inverse = np.where(finite & ~zero, np.float32(127) / most, np.float32(0))
         values = np.where(finite[..., None], np.rint(groups * inverse[..., None]), 0)
     q = values.astype(np.int8).reshape(x.shape[0], -1)[:, :k32]
     return q, np.repeat(scale, span // BLOCK, axis=1)[:, :k32 // BLOCK]
-
-
-def _scales(most: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of groups with these largest magnitudes, float32: whether they are finite, scales, factors to integers."""
-    finite, zero = np.isfinite(most), most < _SMALLEST_MAXIMUM
-    with np.errstate(divide="ignore", invalid="ignore"):
-        inverse = np.where(finite & ~zero, np.float32(127) / most, np.float32(0))
-    return finite, np.where(zero, np.float32(0), most / np.float32(127)), inverse
-
-
-def _powers_of_two(most: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The same, each scale the least power of two with which nothing exceeds 127."""
-    finite, zero = most < _POWERS[1], most < _POWERS[0]
-    mantissa, exponent = np.frexp(np.where(finite & ~zero, most, np.float32(1)))
-    exponent = np.where(zero | ~finite, 0, exponent - 7 + (mantissa > np.float32(127 / 128)))
-    scale = np.where(finite, np.ldexp(np.float32(1), exponent), np.where(np.isnan(most), most, np.float32(np.inf)))
-    return finite, scale, np.where(finite & ~zero, np.ldexp(np.float32(1), -exponent), np.float32(0))
 
 
 def quantize(x: np.ndarray, scheme: Scheme) -> np.ndarray:
@@ -60,11 +42,7 @@ def quantize(x: np.ndarray, scheme: Scheme) -> np.ndarray:
     sums = q.reshape(*scale.shape, BLOCK).sum(axis=2, dtype=np.int32)
     if num_scales(x.shape[1], scheme) == 1:
         scale, sums = scale[:, :1], sums.sum(axis=1, keepdims=True, dtype=np.int32)
-    last = -128 * sums
-    if scheme.weight_bits == 4:
-        with np.errstate(invalid="ignore"):
-            last = scale * sums.astype(np.float32)
-        scale = np.where(np.isfinite(scale), scale.view(np.int32) - _ONE, 0).astype(np.int32)
+    last = scale * sums.astype(np.float32) if scheme.weight_bits == 4 else -128 * sums
     rows = np.zeros((x.shape[0], row_bytes(x.shape[1], scheme)), np.uint8)
     parts = np.concatenate([np.ascontiguousarray(part).view(np.uint8) for part in (q, scale, last)], axis=1)
     rows[:, :parts.shape[1]] = parts
@@ -76,7 +54,4 @@ def dequantize_rows(rows: np.ndarray, k: int, scheme: Scheme) -> np.ndarray:
     k32, scales = -(-k // BLOCK) * BLOCK, num_scales(k, scheme)
     q = rows[:, :k32].view(np.int8).astype(np.float32)
     scale = np.ascontiguousarray(rows[:, k32:k32 + 4 * scales]).view(np.float32)
-    if scheme.weight_bits == 4:
-        sums = np.ascontiguousarray(rows[:, k32 + 4 * scales:k32 + 8 * scales]).view(np.float32)
-        scale = np.where(np.isnan(sums), sums, (scale.view(np.int32) + _ONE).view(np.float32))
     return (q * np.repeat(scale, k32 // scales, axis=1))[:, :k]

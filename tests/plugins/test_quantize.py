@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from ingot.plugins.quantize.cpu import emit
-from ingot.plugins.quantize.reference import dequantize_rows, quantize, quantize_values, row_bytes
+from ingot.plugins.quantize.reference import quantize, quantize_values, row_bytes
 from ingot.plugins.scheme import Scheme
 from tests.plugins.native import MATRIX_ISAS, Library, Step, aligned, placed
 
@@ -65,19 +65,4 @@ def test_error_is_at_most_half_a_step(scheme: Scheme) -> None:
     q, scale = quantize_values(x, scheme)
     scale = np.repeat(scale, 32, axis=1)[:, :200]
     assert (np.abs(x - q[:, :200] * scale) <= scale * 0.5001).all()
-    assert np.abs(q).max() == 127 or scheme.weight_bits == 4
-
-
-def test_scales_of_four_bit_weights_are_the_least_powers_of_two() -> None:
-    """Also where the largest is 127 times a power, or a little more; huge groups are infinite, tiny ones zero."""
-    more = np.nextafter(np.float32(127), np.float32(128))
-    largest = np.array([127, more, 1, 0.9921875, 3e-5, 2.0**100, 2.0**-91], np.float32)
-    x = np.zeros((7, 64), np.float32)
-    x[:, 3], x[:, 40] = -largest, 1
-    q, scale = quantize_values(x, Scheme("w4a8", 4, 8, 32))
-    np.testing.assert_array_equal(scale[:, 0], [1, 2, 2.0**-6, 2.0**-7, 2.0**-22, np.inf, 1])
-    np.testing.assert_array_equal(q[:, 3], [-127, -64, -64, -127, -126, 0, 0])
-    assert (scale[:, 1] == 2.0**-6).all() and (q[:, 40] == 64).all()
-    values = dequantize_rows(quantize(x, Scheme("w4a8", 4, 8, 32)), 64, Scheme("w4a8", 4, 8, 32))
-    np.testing.assert_array_equal(values[:5], q[:5] * np.repeat(scale[:5], 32, axis=1))
-    assert np.isnan(values[5, :32]).all() and (values[5:, 40] == 1).all()
+    assert np.abs(q).max() == 127
