@@ -235,7 +235,9 @@ def _many_tokens(p: Problem, device: Device) -> list[Tile]:
         if p.gated and defers(p.format, p.activation) and p.weights.is_int4 and p.format != "int4" and tokens > 64:
             continue  # nor do sums of two groups, or what minimums take
         blocks = -(-p.n // 128) * row_tiles(p, tokens)
-        stages, warps = _stages(p, device, 128, tokens, step, 4), 8 if tokens >= 128 or not one_accumulator else 4
+        # Widening four bits takes what registers mma.sync leaves on sm_120.
+        wide = tokens >= 128 or not one_accumulator or (p.weights.is_int4 and device.capability >= 120)
+        stages, warps = _stages(p, device, 128, tokens, step, 4), 8 if wide else 4
         for splits in (1, 2, 4):
             if splits > 1 and (blocks * splits > device.num_sms or -(-p.k // step) % splits):
                 continue
