@@ -181,6 +181,19 @@ class EngineFile:
             self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
         return np.frombuffer(self._map, np.uint8, member.size, member.data_offset)
 
+    def read_into(self, name: str, memory: "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]") -> None:
+        """The data of a member to memory of its size, u8. As with `map` the hash is not checked here.
+
+        Raises EngineFormatError, WeightsMissing.
+        """
+        if self.sizes.get(name) != memory.size:
+            raise EngineFormatError(f"{self.path}: {name} has {self.sizes.get(name, 0)} bytes, expected {memory.size}")
+        if name in self.stripped:
+            with open(self._blob(name), "rb", buffering=0) as file:
+                _read_into(file, 0, memory, name)
+        else:
+            _read_into(self._file, self._member(name).data_offset, memory, name)
+
     def verify(self, on_progress: Callable[[int, int], None] | None = None) -> list[MemberCheck]:
         """Checks the hash of every member and that the plan is canonical; `on_progress(bytes done, bytes in all)`.
 
@@ -349,6 +362,21 @@ def _read(file: io.FileIO, offset: int, size: int, what: str) -> bytes:
         parts.append(part)
         offset, size = offset + len(part), size - len(part)
     return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _read_into(file: io.FileIO, offset: int, memory: "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]", what: str,
+               ) -> None:
+    """As many bytes at `offset` as the memory has."""
+    done = 0
+    while done < memory.size:
+        try:
+            count = os.preadv(file.fileno(), [memory[done:]], offset + done)
+        except OSError as error:
+            raise EngineFormatError(f"{what}: cannot read {memory.size} bytes at {offset}: {error.strerror}") from None
+        if not count:
+            raise EngineTruncated(f"{what}: the file ends at {offset + done}, {memory.size - done} bytes early; it "
+                                  "shrank while being read")
+        done += count
 
 
 def _copy(source: int, offset: int, size: int, target: int) -> None:

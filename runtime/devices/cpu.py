@@ -1,7 +1,8 @@
 """The cpu device: native code that its own threads run, one call a step.
 
-All memory is laid out when the engine is loaded: weights are mapped from the file, the arena and the KV cache are
-anonymous memory that the system provides page by page as it is first touched. A step allocates nothing.
+All memory is laid out when the engine is loaded: weights are read to large pages or mapped from the file, the arena and
+the KV cache are anonymous memory that the system provides page by page as it is first touched. A step allocates
+nothing.
 """
 
 import ctypes
@@ -21,8 +22,9 @@ from ..sampling_inputs import Float32Array, StepOutputs, work_bytes
 from ..step import StepInputs
 from .cpu_plan import BoundBucket, Places, bind_bucket
 from .host_memory import KvBlocks, anonymous
+from .host_weights import weights_in_memory
 from .native_code import STEP_ARRAYS, NativeCode, Step
-from .plan_fields import arena_bytes, check_buckets, kv_layout, mapped_weight, vocab_size
+from .plan_fields import arena_bytes, check_buckets, kv_layout, vocab_size
 from .traced_values import decode, value_bytes, value_shape
 
 MAX_WORKERS = 1024
@@ -86,10 +88,9 @@ class CpuProgram:
         for inputs in self.inputs:
             inputs.sampling.use_work(work)
 
-        # Mapped arrays must live as long as kernels may read them.
-        self._mapped = {name: mapped_weight(self._engine, entry["blob"], entry["size"])
-                        for name, entry in plan["weights"].items()}
-        self._weights = {name: (int(data.ctypes.data), data.size) for name, data in self._mapped.items()}
+        self._held = weights_in_memory(self._engine, {name: (entry["blob"], entry["size"])
+                                                      for name, entry in plan["weights"].items()})
+        self._weights = {name: (int(data.ctypes.data), data.size) for name, data in self._held.items()}
         self.weights_bytes = sum({entry["blob"]: entry["size"] for entry in plan["weights"].values()}.values())
         self.arena_bytes = arena_bytes(plan)
         self._arena = anonymous(self.arena_bytes + 64, "the arena")
