@@ -370,7 +370,7 @@ def _read_into(file: io.FileIO, offset: int, memory: "np.ndarray[tuple[int, ...]
     done = 0
     while done < memory.size:
         try:
-            count = os.preadv(file.fileno(), [memory[done:]], offset + done)
+            count = os.preadv(file.fileno(), [memory[done:].data], offset + done)
         except OSError as error:
             raise EngineFormatError(f"{what}: cannot read {memory.size} bytes at {offset}: {error.strerror}") from None
         if not count:
