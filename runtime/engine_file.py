@@ -186,13 +186,12 @@ class EngineFile:
 
         Raises EngineFormatError, WeightsMissing.
         """
-        if self.sizes.get(name) != memory.size:
-            raise EngineFormatError(f"{self.path}: {name} has {self.sizes.get(name, 0)} bytes, expected {memory.size}")
+        assert self.sizes.get(name, memory.size) == memory.size, (name, memory.size)
         if name in self.stripped:
             with open(self._blob(name), "rb", buffering=0) as file:
-                _read_into(file, 0, memory, name)
+                _read_into(file, 0, memory.data, name)
         else:
-            _read_into(self._file, self._member(name).data_offset, memory, name)
+            _read_into(self._file, self._member(name).data_offset, memory.data, name)
 
     def verify(self, on_progress: Callable[[int, int], None] | None = None) -> list[MemberCheck]:
         """Checks the hash of every member and that the plan is canonical; `on_progress(bytes done, bytes in all)`.
@@ -351,32 +350,23 @@ def _open_file(path: str) -> io.FileIO:
 
 def _read(file: io.FileIO, offset: int, size: int, what: str) -> bytes:
     """Exactly `size` bytes at `offset`."""
-    parts = []
-    while size > 0:
-        try:
-            part = os.pread(file.fileno(), size, offset)
-        except OSError as error:
-            raise EngineFormatError(f"{what}: cannot read {size} bytes at {offset}: {error.strerror}") from None
-        if not part:
-            raise EngineTruncated(f"{what}: the file ends at {offset}, {size} bytes early; it shrank while being read")
-        parts.append(part)
-        offset, size = offset + len(part), size - len(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+    data = bytearray(size)
+    _read_into(file, offset, memoryview(data), what)
+    return bytes(data)
 
 
-def _read_into(file: io.FileIO, offset: int, memory: "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]", what: str,
-               ) -> None:
+def _read_into(file: io.FileIO, offset: int, memory: memoryview, what: str) -> None:
     """As many bytes at `offset` as the memory has."""
-    done = 0
-    while done < memory.size:
+    while memory.nbytes:
         try:
-            count = os.preadv(file.fileno(), [memory[done:].data], offset + done)
+            count = os.preadv(file.fileno(), [memory], offset)
         except OSError as error:
-            raise EngineFormatError(f"{what}: cannot read {memory.size} bytes at {offset}: {error.strerror}") from None
+            raise EngineFormatError(f"{what}: cannot read {memory.nbytes} bytes at {offset}: "
+                                    f"{error.strerror}") from None
         if not count:
-            raise EngineTruncated(f"{what}: the file ends at {offset + done}, {memory.size - done} bytes early; it "
-                                  "shrank while being read")
-        done += count
+            raise EngineTruncated(f"{what}: the file ends at {offset}, {memory.nbytes} bytes early; it shrank while "
+                                  "being read")
+        offset, memory = offset + count, memory[count:]
 
 
 def _copy(source: int, offset: int, size: int, target: int) -> None:

@@ -1,14 +1,12 @@
 """What weights and inputs are worth in a scheme, of CPU or GPU targets alike."""
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ingot.plugins.linear.gpu_schemes import GPU_SCHEMES
-from ingot.plugins.linear.pack import unpack
 from ingot.plugins.quantize.reference import quantize_values
 from ingot.plugins.scheme import BLOCK, SCHEMES
 
@@ -85,14 +83,12 @@ class RoundingErrors:
             return None
         found = None if self._on_gpu is None else self._on_gpu.error(unit, scheme)
         if found is None:
-            plain = evaluate(unit.weight, self._checkpoint)
             if self._target.gpu is None:
-                *experts, n, k = plain.shape
-                blobs = self._pack(packed_weight(unit, scheme)).reshape(math.prod(experts), -1)
-                values = np.stack([unpack(blob, n, k, SCHEMES[scheme]) for blob in blobs])
+                weight = packed_weight(unit, scheme)
+                values = weight.unpacked(self._pack(weight))
             else:
                 values = packed_weight(unit, scheme, ROWS).values(self._checkpoint)
-            found = values.reshape(plain.shape) - plain
+            found = values - evaluate(unit.weight, self._checkpoint)
         error = torch.from_numpy(found)
         return error.to(torch.bfloat16) if error.count_nonzero() else None
 

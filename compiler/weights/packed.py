@@ -175,17 +175,21 @@ class PackedWeight:
         moments = min(k, MAX_BLOCK) if calibrated and self.group else 0
         return 16 * (n if experts else min(n, ROWS_AT_A_TIME)) * k + 32 * moments * moments + 4 * k * moments
 
+    def unpacked(self, blob: np.ndarray) -> np.ndarray:
+        """What a blob of layout "panels" is worth, float32 in the shape of the expression."""
+        *experts, n, k = self.expr.shape
+        matrices = [unpack(part, n, k, SCHEMES[self.packing.scheme]) for part in blob.reshape(math.prod(experts), -1)]
+        return np.stack(matrices).reshape(self.expr.shape)
+
     def values(self, source: TensorSource, moments: Moments | None = None) -> np.ndarray:
         """What the blob is worth, float32 in the shape of the expression: whole in memory."""
         if self.packing == RAW:
             return evaluate(self.expr, source)
-        *experts, n, k = self.expr.shape
         if self.packing.layout == PANELS:
-            blob = self.make(source, moments).reshape(math.prod(experts), -1)
-            matrices = [unpack(part, n, k, SCHEMES[self.packing.scheme]) for part in blob]
-            return np.stack(matrices).reshape(self.expr.shape)
+            return self.unpacked(self.make(source, moments))
         if self.is_carried:
             return evaluate(self.expr, source)
+        n, k = self.expr.shape[-2:]
         scheme, w = GPU_SCHEMES[self.packing.scheme], evaluate(self.expr, source).reshape(-1, n, k)
         inputs = _inputs(moments, self.group, k) if moments is not None and self.group else None
         parts = [scheme.stored(part, inputs(expert) if inputs is not None else None) for expert, part in enumerate(w)]

@@ -13,9 +13,8 @@ from pathlib import Path
 
 from ..engine_file import EngineFile
 from ..host import available_memory_bytes
-from ..manifest import weight_name
 from .host_memory import Bytes, anonymous
-from .plan_fields import mapped_weight
+from .plan_fields import mapped_weight, weight_member
 
 LARGE_PAGE = 2 << 20
 _PAGE = 4096
@@ -35,7 +34,7 @@ def weights_in_memory(engine: EngineFile, weights: Mapping[str, tuple[str, int]]
     start = -memory.ctypes.data % LARGE_PAGE
     for blob, size in sizes.items():
         begin = start + begins[blob]
-        engine.read_into(weight_name(blob), memory[begin:begin + size])
+        engine.read_into(weight_member(engine, blob, size), memory[begin:begin + size])
     return {name: memory[start + begins[blob]:start + begins[blob] + size] for name, (blob, size) in weights.items()}
 
 

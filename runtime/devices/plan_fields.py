@@ -37,10 +37,16 @@ class KvLayout:
 
 def mapped_weight(engine: EngineFile, blob: str, size: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
     """The bytes of a weight, of which there are as many as the plan says."""
-    data = engine.map(weight_name(blob))
-    if data.size != size:
-        raise EngineFormatError(f"plan.weights: {weight_name(blob)} has {data.size} bytes, expected {size}")
-    return data
+    return engine.map(weight_member(engine, blob, size))
+
+
+def weight_member(engine: EngineFile, blob: str, size: int) -> str:
+    """The name of a weight's member, which has as many bytes as the plan says; where it is missing, who reads it tells.
+    """
+    name = weight_name(blob)
+    if (found := engine.sizes.get(name, size)) != size:
+        raise EngineFormatError(f"plan.weights: {name} has {found} bytes, expected {size}")
+    return name
 
 
 def field(entry: Any, key: str, kind: type, where: str) -> Any:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..beginnings import Beginnings
+
 
 class StopStrings:
     """Holds back text that may be the beginning of a stop string.
@@ -12,15 +14,13 @@ class StopStrings:
     so the result does not depend on how the text is cut into pieces.
     """
 
-    __slots__ = ("_first", "_held", "_include", "_longest", "_prefixes", "_stops")
+    __slots__ = ("_beginnings", "_held", "_include", "_stops")
 
     def __init__(self, stops: Sequence[str], include: bool) -> None:
         """include: the stop string stays part of the text."""
         self._stops = tuple(stops)
         self._include = include
-        self._longest = max(map(len, stops))
-        self._first = frozenset(stop[0] for stop in stops)
-        self._prefixes = frozenset(stop[:end] for stop in stops for end in range(1, len(stop)))
+        self._beginnings = Beginnings(self._stops)
         self._held = ""
 
     def add(self, text: str, may_stop: bool = True) -> tuple[str, str | None]:
@@ -33,7 +33,7 @@ class StopStrings:
             begin, stop = found
             self._held = ""
             return text[: begin + len(stop) if self._include else begin], stop
-        count = self._num_to_hold(text)
+        count = self._beginnings.at_end(text)
         self._held = text[len(text) - count :]
         return text[: len(text) - count], None
 
@@ -53,10 +53,3 @@ class StopStrings:
             return None
         _, begin, stop = min(found)
         return begin, stop
-
-    def _num_to_hold(self, text: str) -> int:
-        """Length of the longest end of `text` that a stop string begins with."""
-        for count in range(min(self._longest - 1, len(text)), 0, -1):
-            if text[-count] in self._first and text[-count:] in self._prefixes:
-                return count
-        return 0

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from ..beginnings import Beginnings
+
 BEGIN, END = "<think>", "</think>"
 NAMES = ("think",)
+_OF_END = Beginnings([END])
 
 
 class Thoughts:
@@ -37,8 +40,7 @@ class Thoughts:
         if place >= 0:
             told, self._text, self._state = self._text[:place].rstrip(), self._text[place + len(END) :], "blanks"
         else:
-            held = 0 if is_last else next(
-                (count for count in range(len(END) - 1, 0, -1) if self._text.endswith(END[:count])), 0)
+            held = 0 if is_last else _OF_END.at_end(self._text)
             told = self._text[: len(self._text) - held].rstrip()
             self._text = self._text[len(told) :]
         if not self._has_told:

@@ -30,9 +30,11 @@ ALL_ISAS = [*HOST_ISAS, *(
     for isa in ISAS.values() if isa.machine == "aarch64" != platform.machine())]
 """And, among the slow tests, those that only an emulator can run here."""
 
+needs_pairs = pytest.mark.skipif(PAIR_ISA not in {isa.name for isa in host_isas()},
+                                 reason="this machine has no AVX512-BF16")
+
 MATRIX_ISAS = [*ALL_ISAS, *(isa.name for isa in host_isas() if isa.name not in (*HOST_ISAS, PAIR_ISA)),
-               pytest.param(PAIR_ISA, marks=pytest.mark.skipif(PAIR_ISA not in {isa.name for isa in host_isas()},
-                                                               reason="this machine has no AVX512-BF16"))]
+               pytest.param(PAIR_ISA, marks=needs_pairs)]
 """The products of integers have code of their own for VNNI, attention for pairs of bfloat16."""
 
 

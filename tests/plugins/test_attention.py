@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ingot.compiler.cpu.isa import ISAS, host_isas
+from ingot.compiler.cpu.isa import ISAS
 from ingot.compiler.cpu.toolchain import assembly
 from ingot.plugins.attention.cpu import Attention, attention, attention_combine, scratch_bytes
 from ingot.plugins.attention.reference import attention as one_sequence
@@ -26,6 +26,7 @@ from .native import (
     from_bf16,
     kv_cache,
     kv_parts,
+    needs_pairs,
     placed,
     relative_error,
     to_bf16,
@@ -266,7 +267,7 @@ float *row = args[0];
 *(float *)args[1] = ingot_few_weights(row, 64, *(const float *)args[2]);""")
 
 
-@pytest.mark.skipif(PAIR_ISA not in {isa.name for isa in host_isas()}, reason="this machine has no AVX512-BF16")
+@needs_pairs
 def test_weights_of_pairs(tmp_path: Path) -> None:
     """e^(score - m), rounded to bfloat16: 2^-8 off, and 2^-13 for the polynomial; the sum is that of the rounded."""
     library = Library([WEIGHTS], PAIR_ISA, tmp_path)

@@ -52,8 +52,10 @@ class Grammar:
     def one_of(self, bodies: Sequence[str]) -> str:
         return self.rule(" | ".join(bodies))
 
-    def repeated(self, item: str, separator: str, several: bool) -> str:
-        return self.rule(f"{item} ({separator} {item})*") if several else item
+    def calls(self, bodies: Sequence[str], separator: str, several: bool) -> str:
+        """One of these, or several with this text between them."""
+        item = self.one_of(bodies)
+        return self.rule(f"{item} ({self.literal(separator)} {item})*") if several else item
 
     def listed(self, items: Sequence[tuple[str, bool]], separator: str) -> str:
         """(rule, whether it must come) in their order, separated; possibly none of them."""

@@ -36,9 +36,8 @@ class Hermes(Form):
 
     def calls(self, grammar: Grammar, tools: Sequence[Tool], several: bool) -> str:
         begin, end = grammar.marker(BEGIN), grammar.marker(END)
-        call = grammar.one_of([" ".join([begin, *json_call(grammar, tool, "arguments", "\n", "\n"), end])
-                               for tool in tools])
-        return grammar.repeated(call, grammar.literal("\n"), several)
+        return grammar.calls([" ".join([begin, *json_call(grammar, tool, "arguments", "\n", "\n"), end])
+                              for tool in tools], "\n", several)
 
 
 def json_call(grammar: Grammar, tool: Tool, key: str, before: str = "", after: str = "") -> list[str]:

@@ -45,5 +45,4 @@ class Llama(Form):
         return LlamaParser(tools)
 
     def calls(self, grammar: Grammar, tools: Sequence[Tool], several: bool) -> str:
-        call = grammar.one_of([" ".join(json_call(grammar, tool, "parameters")) for tool in tools])
-        return grammar.repeated(call, grammar.literal("; "), several)
+        return grammar.calls([" ".join(json_call(grammar, tool, "parameters")) for tool in tools], "; ", several)

@@ -113,12 +113,10 @@ class Mistral(Form):
     def calls(self, grammar: Grammar, tools: Sequence[Tool], several: bool) -> str:
         marker = grammar.marker(MARKER)
         if self._names_first:
-            call = grammar.one_of([f"{marker} {grammar.literal(tool.name)} {grammar.marker(ARGS)} "
-                                   f"{grammar.arguments(tool)}" for tool in tools])
-            return grammar.repeated(call, grammar.literal(""), several)
-        call = grammar.one_of([" ".join(json_call(grammar, tool, "arguments")) for tool in tools])
-        return " ".join([marker, '" "?', grammar.literal("["),
-                         grammar.repeated(call, grammar.literal(", "), several), grammar.literal("]")])
+            return grammar.calls([f"{marker} {grammar.literal(tool.name)} {grammar.marker(ARGS)} "
+                                  f"{grammar.arguments(tool)}" for tool in tools], "", several)
+        calls = grammar.calls([" ".join(json_call(grammar, tool, "arguments")) for tool in tools], ", ", several)
+        return " ".join([marker, '" "?', grammar.literal("["), calls, grammar.literal("]")])
 
     def new_id(self) -> str:
         return "".join(secrets.choice(_ID_CHARS) for _ in range(_ID_LENGTH))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Mapping
+from functools import lru_cache
 
+from ...beginnings import Beginnings
 from . import json_scan
 from .events import ArgumentsPiece, CallBegin, CallBroken, Content, Event
 from .json_scan import ObjectScan
@@ -89,7 +91,7 @@ class Parser(ABC):
                 place, marker = min(found)
                 self._say_first(place)
                 return marker
-            self._say_first(len(self._text) - (0 if self._ended else _held(self._text, markers)))
+            self._say_first(len(self._text) - (0 if self._ended else _beginnings(markers).at_end(self._text)))
             if self._ended:
                 return None
             yield
@@ -230,13 +232,6 @@ class _JsonCall:
             return None
 
 
-def _held(text: str, markers: tuple[str, ...]) -> int:
-    """How many characters at the end may be the beginning of a marker."""
-    held = 0
-    for marker in markers:
-        place = text.find(marker[0], max(0, len(text) - len(marker) + 1))
-        while place >= 0 and not marker.startswith(text[place:]):
-            place = text.find(marker[0], place + 1)
-        if place >= 0:
-            held = max(held, len(text) - place)
-    return held
+@lru_cache(maxsize=64)
+def _beginnings(markers: tuple[str, ...]) -> Beginnings:
+    return Beginnings(markers)

@@ -147,10 +147,9 @@ class Pythonic(Form):
         return PythonicParser(tools)
 
     def calls(self, grammar: Grammar, tools: Sequence[Tool], several: bool) -> str:
-        call = grammar.one_of([" ".join([grammar.literal(f"{tool.name}("), _keywords(grammar, tool),
-                                         grammar.literal(")")]) for tool in tools])
-        return " ".join([grammar.literal("["), grammar.repeated(call, grammar.literal(", "), several),
-                         grammar.literal("]")])
+        calls = grammar.calls([" ".join([grammar.literal(f"{tool.name}("), _keywords(grammar, tool),
+                                         grammar.literal(")")]) for tool in tools], ", ", several)
+        return " ".join([grammar.literal("["), calls, grammar.literal("]")])
 
 
 def _keywords(grammar: Grammar, tool: Tool) -> str:

@@ -126,8 +126,7 @@ class QwenCoder(Form):
 
     def calls(self, grammar: Grammar, tools: Sequence[Tool], several: bool) -> str:
         begin, end = grammar.marker(BEGIN), grammar.marker(END)
-        call = grammar.one_of([f"{begin} {_grammar(grammar, tool)} {end}" for tool in tools])
-        return grammar.repeated(call, grammar.literal("\n"), several)
+        return grammar.calls([f"{begin} {_grammar(grammar, tool)} {end}" for tool in tools], "\n", several)
 
 
 def _grammar(grammar: Grammar, tool: Tool) -> str:
