@@ -10,6 +10,7 @@ from .sequence import S
 from .settings import SchedulerPolicy, SchedulerSettings
 
 if TYPE_CHECKING:
+    from ..adapters.slots import AdapterSlots
     from ..kv import KvCache
 
 # How many waiting sequences are looked at in one step, at most: those behind them don't pass.
@@ -21,9 +22,11 @@ MAX_WAITS = 16
 
 
 class Admission(Generic[S]):
-    def __init__(self, kv: KvCache, settings: SchedulerSettings) -> None:
+    def __init__(self, kv: KvCache, settings: SchedulerSettings, slots: AdapterSlots | None = None) -> None:
+        """slots: of LoRA adapters; None: no sequence has one."""
         self.queue: WaitingQueue[S] = WaitingQueue(settings.ageing_s)
         self._kv = kv
+        self._slots = slots
         self._settings = settings
         # STATIC_BATCH: those of the present batch that have not started yet.
         self._forming: set[S] = set()
@@ -52,6 +55,7 @@ class Admission(Generic[S]):
                 return
             self._forming.update(self.queue.first(settings.max_batch_size))
         num_probes = 0
+        turns = self._slots.turns(running) if self._slots is not None else None
         for sequence in self.queue.first(LOOK_AHEAD):
             if len(running) >= settings.max_batch_size or num_probes == MAX_PROBES:
                 return
@@ -59,6 +63,8 @@ class Admission(Generic[S]):
                 continue
             if sequence is self._blocked and running and self._kv.num_available <= self._blocked_at:
                 return
+            if turns is not None and not turns.may_start(sequence):
+                continue
             waited = sequence.awaited
             if not self._waits(sequence):
                 yield sequence
@@ -68,7 +74,7 @@ class Admission(Generic[S]):
                 return
 
     def start(self, sequence: S, running: list[S], room: int) -> bool:
-        """Gives a candidate its blocks: the cached ones, and those for its first chunk.
+        """Gives a candidate its blocks, the cached ones and those for its first chunk, and a slot for its adapter.
 
         room  tokens of the step that it may compute. False, and nothing has changed, if there are not enough blocks
         """
@@ -83,6 +89,8 @@ class Admission(Generic[S]):
             self._blocked, self._blocked_at = sequence, kv.num_available
             self._forming.clear()
             return False
+        if self._slots is not None:
+            sequence.slot = self._slots.hold(sequence.adapter, running)
         self.remove(sequence)
         return True
 

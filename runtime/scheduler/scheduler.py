@@ -20,6 +20,7 @@ from .sequence import MAX_PRIORITY, S, SequenceState
 from .settings import SchedulerPolicy, SchedulerSettings
 
 if TYPE_CHECKING:
+    from ..adapters.slots import AdapterSlots
     from ..kv import KvCache
 
 RUNNING = SequenceState.RUNNING
@@ -34,14 +35,15 @@ class Scheduler(Generic[S]):
     num_pauses   how often a sequence was paused, since the beginning
     """
 
-    def __init__(self, kv: KvCache, settings: SchedulerSettings, clock: Callable[[], float] = time.monotonic) -> None:
-        """clock: seconds; arrivals and deadlines of sequences are times of this clock."""
+    def __init__(self, kv: KvCache, settings: SchedulerSettings, clock: Callable[[], float] = time.monotonic,
+                 slots: AdapterSlots | None = None) -> None:
+        """clock: seconds; arrivals and deadlines of sequences are times of this clock. slots: of LoRA adapters."""
         self.settings = settings
         self.version = 0
         self.num_pauses = 0
         self._kv = kv
         self._clock = clock
-        self._admission: Admission[S] = Admission(kv, settings)
+        self._admission: Admission[S] = Admission(kv, settings, slots)
         self._running: list[S] = []  # in the order in which they were started
         self._next_deadline = math.inf  # no deadline is earlier
         # Left out of the last steady plan, since the step in flight gives them their last token.
