@@ -4,6 +4,7 @@ import argparse
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from ..devices import default_fraction, free_bytes, target_kind
@@ -14,6 +15,7 @@ from ..errors import IngotError
 from ..program import EngineMismatch, check_plan_version
 from . import inspect_gpu
 from .engine_options import add_engine_argument, open_engine
+from .inspect_html import write_page
 from .output import print_json, size, table
 
 _NUM_LARGEST = 12
@@ -30,6 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     view.add_argument("--sass", metavar="NAME", help="the instructions of a GPU kernel, by its name or a part of it")
     view.add_argument("--fits", metavar="GPU", help="how many tokens of KV fit beside it on a GPU: a name of "
                       "`ingot targets`, a size such as 24GiB, or all")
+    view.add_argument("--html", metavar="FILE", type=Path, help="write all of this, but for --fits and --sass, as one "
+                      "page that needs nothing else")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -40,6 +44,9 @@ def run(arguments: argparse.Namespace) -> int:
             text: Callable[[Any], str] = inspect_gpu.sass_text
         elif arguments.fits is not None:
             facts, text = inspect_gpu.fits(engine, arguments.fits), inspect_gpu.fits_text
+        elif arguments.html is not None:
+            views = {name: VIEWS[name][0](engine) for name in ("summary", "layers", "kernels", "memory")}
+            facts, text = write_page(engine, views, arguments.html), _html_text
         else:
             view = next((name for name in VIEWS if getattr(arguments, name, False)), "summary")
             collect, text = VIEWS[view]
@@ -49,6 +56,10 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(text(facts))
     return 0
+
+
+def _html_text(facts: dict[str, Any]) -> str:
+    return f"wrote {facts['html']} ({size(facts['size_bytes'])})"
 
 
 def _summary(engine: EngineFile) -> dict[str, Any]:

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
 from .plan_fields import DTYPES
 
-if TYPE_CHECKING:
-    from ..step import StepInputs
+
+class StepSizes(Protocol):
+    """What sizes depend on: StepInputs have it."""
+
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_logits(self) -> int: ...
 
 
-def value_shape(dims: Sequence[int | str], inputs: StepInputs) -> tuple[int, ...]:
+def value_shape(dims: Sequence[int | str], step: StepSizes) -> tuple[int, ...]:
     """Of a value in this step: "T" is its tokens, "L" its rows of logits, "9*T" nine times as many."""
-    symbols = {"T": inputs.num_tokens, "L": inputs.num_logits}
+    symbols = {"T": step.num_tokens, "L": step.num_logits}
     shape = []
     for dim in dims:
         factor, _, symbol = str(dim).rpartition("*")
