@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import numpy as np
 
 from .errors import RequestError
+from .lora import LoraRoom
 from .sampling_inputs import Float32Array, StepOutputs
 from .step import StepInputs
 
 if TYPE_CHECKING:
     from .engine_file import EngineFile
 
-PLAN_VERSION = 3
+PLAN_VERSION = 4
 """Of the member plan.json."""
 
 
@@ -68,6 +69,7 @@ class Program(Protocol):
     kv_windows       for each block table the positions, the token's own included, that its layers look back over;
                      None: all. Blocks of all tables come from the same pool
     inputs           two, so that one can be filled while the device reads the other
+    lora             room for adapters; None without. Slots hold zeros at load
     """
 
     num_blocks: int
@@ -77,6 +79,7 @@ class Program(Protocol):
     kv_windows: tuple[int | None, ...]
     vocab_size: int
     inputs: tuple[StepInputs, StepInputs]
+    lora: LoraRoom | None
 
     def launch(self, inputs: StepInputs) -> None:
         """Starts a step and returns; `inputs`, one of the two, stays as it is until `wait`. At most one in flight."""
@@ -90,6 +93,10 @@ class Program(Protocol):
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies whole blocks, (source, destination) of any tier, in order: after all steps that were launched before,
         before all that are launched later."""
+
+    def write_adapter(self, slot: int, image: np.ndarray) -> None:
+        """Fills a slot of `lora` with u8 [bytes_per_adapter]: after all steps that were launched before, before all
+        that are launched later. `image` may be used again when this returns."""
 
     def logits(self) -> Float32Array:
         """[num_logits, vocab_size] of the step that was waited for last, valid until the next launch."""

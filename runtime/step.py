@@ -50,7 +50,7 @@ class StepLayout:
         int32 = np.dtype(np.int32)
         specs = {name: ArraySpec(shape, int32) for name, shape in (
             ("token_ids", (tokens,)), ("positions", (tokens,)), ("token_seq", (tokens,)), ("logit_rows", (batch,)),
-            ("query_start", (batch + 1,)), ("context_len", (batch,)), ("sizes", (4,)))}
+            ("query_start", (batch + 1,)), ("context_len", (batch,)), ("adapters", (batch,)), ("sizes", (4,)))}
         sampling = {f"sampling.{name}": spec
                     for name, spec in sampling_arrays(batch, vocab_size, limits.max_seq_len).items()}
         outputs = {f"sampling.{name}" for name in SamplingStruct.OUTPUTS}
@@ -86,10 +86,12 @@ class StepInputs:
     clear() empties them, add() appends a sequence; the arrays' first elements, as the counts say, are then valid.
     block_tables i32 [num_tables, max_batch_size, table_width]: in each table of KV blocks one row a sequence.
     layout, memory  the arrays are views of memory u8 [layout.num_bytes]
+    num_adapted     sequences that have a LoRA adapter
     """
 
     # The arrays that a plan may bind to a kernel's argument.
-    ARRAYS = ("token_ids", "positions", "token_seq", "logit_rows", "query_start", "context_len", "block_tables")
+    ARRAYS = ("token_ids", "positions", "token_seq", "logit_rows", "query_start", "context_len", "adapters",
+              "block_tables")
 
     def __init__(self, limits: Limits, vocab_size: int, block_size: int, num_tables: int = 1,
                  memory: np.ndarray | None = None) -> None:
@@ -111,12 +113,14 @@ class StepInputs:
         self.num_tokens = 0
         self.num_seqs = 0
         self.num_logits = 0
+        self.num_adapted = 0
         self.token_ids: Int32Array = arrays["token_ids"]
         self.positions: Int32Array = arrays["positions"]
         self.token_seq: Int32Array = arrays["token_seq"]
         self.logit_rows: Int32Array = arrays["logit_rows"]
         self.query_start: Int32Array = arrays["query_start"]
         self.context_len: Int32Array = arrays["context_len"]
+        self.adapters: Int32Array = arrays["adapters"]
         self.block_tables: Int32Array = arrays["block_tables"]
         self.block_tables.fill(-1)
         self._sizes = arrays["sizes"]
@@ -128,17 +132,18 @@ class StepInputs:
         self._logit_rows = self.logit_rows.data
         self._query_start = self.query_start.data
         self._context_len = self.context_len.data
+        self._adapters = self.adapters.data
         # Of each row of the block tables: whose blocks it holds, and how many.
         self._keys: list[int | None] = [None] * max_batch_size
         self._num_blocks = [0] * max_batch_size
 
     def clear(self) -> None:
         """Neither tokens, nor rows of logits, nor any that is sampled."""
-        self.num_tokens = self.num_seqs = self.num_logits = 0
+        self.num_tokens = self.num_seqs = self.num_logits = self.num_adapted = 0
         self.sampling.clear()
 
     def add(self, tokens: Sequence[int], position: int, block_tables: Sequence[Sequence[int]], num_logits: int,
-            key: int | None = None) -> None:
+            key: int | None = None, adapter: int = -1) -> None:
         """Append `tokens` of a new sequence, the first of which stands at `position`.
 
         block_tables  the sequence's KV blocks in each table, all of one length: entry p // block_size holds the token
@@ -148,6 +153,7 @@ class StepInputs:
                       become -1, nothing else. A row that holds the same key as when this buffer was filled last gets
                       the new entries only (what became -1 keeps its old number, which no kernel reads); so keep
                       sequences in their order. Take a new key when a sequence is admitted anew.
+        adapter       slot of the sequence's LoRA adapter; -1: none
         """
         begin, seq = self.num_tokens, self.num_seqs
         count = len(tokens)
@@ -169,6 +175,8 @@ class StepInputs:
         self._query_start[seq] = begin
         self._query_start[seq + 1] = end
         self._context_len[seq] = position + count
+        self._adapters[seq] = adapter
+        self.num_adapted += adapter >= 0
         known = self._num_blocks[seq] if key is not None and self._keys[seq] == key else 0
         num_blocks = len(block_tables[0])
         if known < num_blocks:

@@ -30,6 +30,7 @@ typedef struct ingot_step {
     const int32_t *logit_rows;  /* [L] the tokens whose logits are asked for */
     const int32_t *query_start; /* [B + 1] */
     const int32_t *context_len; /* [B] */
+    const int32_t *adapters;    /* [B] slot of the sequence's LoRA adapter, -1: none */
     const struct ingot_sampling *sampling; /* never null */
 } ingot_step;
 

@@ -8,7 +8,7 @@
 #include "ingot_kernel.h"
 
 /* Changes whenever ingot_step, ingot_launch or a function below changes in a way that the runtime must know. */
-#define INGOT_ABI_VERSION 2
+#define INGOT_ABI_VERSION 3
 
 /* Everything else in an engine's library is hidden. */
 #define INGOT_EXPORT __attribute__((visibility("default")))

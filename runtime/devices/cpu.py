@@ -17,11 +17,12 @@ from ..engine_file import EngineFile
 from ..engine_format import EngineFormatError
 from ..errors import RequestError, WorkFailed
 from ..host import available_cores
+from ..lora import LoraRoom
 from ..program import Limits, check_plan_version
 from ..sampling_inputs import Float32Array, StepOutputs, work_bytes
 from ..step import StepInputs
 from .cpu_plan import BoundBucket, Places, bind_bucket
-from .host_memory import KvBlocks, anonymous
+from .host_memory import AdapterSlots, KvBlocks, anonymous
 from .host_weights import weights_in_memory
 from .native_code import STEP_ARRAYS, NativeCode, Step
 from .plan_fields import arena_bytes, check_buckets, kv_layout, vocab_size
@@ -33,7 +34,8 @@ MAX_WORKERS = 1024
 class CpuProgram:
     """A CPU engine, loaded. See the Program protocol for what callers may use.
 
-    weights_bytes, arena_bytes, kv_bytes: the memory that it occupies, KV counted as if every block were in use.
+    weights_bytes, arena_bytes, kv_bytes, lora_bytes: the memory that it occupies, KV counted as if every block were in
+    use.
     """
 
     def __init__(self, engine: EngineFile, kv_cache_tokens: int, num_workers: int | None = None,
@@ -49,7 +51,7 @@ class CpuProgram:
         try:
             check_buckets(plan, limits)
             self._lay_out(plan, limits, kv_cache_tokens, host_kv_tokens)
-            places = Places(self._arena, self._weights, self._kv, self.inputs)
+            places = Places(self._arena, self._weights, self._kv, self._slots.place, self.inputs)
             self._buckets = [bind_bucket(bucket, i, places, code) for i, bucket in enumerate(plan["buckets"])]
             pool = code.pool_create(num_workers)
             if not pool:
@@ -80,6 +82,9 @@ class CpuProgram:
         self.kv_bytes = self.num_blocks * kv.block_bytes
         base = self._blocks.address
         self._kv = {part: (base + begin, size) for part, (begin, size) in kv.parts.items()}
+        self.lora = LoraRoom.of(self._engine.manifest)
+        self._slots = AdapterSlots(self.lora)
+        self.lora_bytes = self._slots.num_bytes
 
         self.vocab_size = vocab_size(plan)
         first, second = (StepInputs(limits, self.vocab_size, self.block_size, len(kv.windows)) for _ in range(2))
@@ -98,7 +103,7 @@ class CpuProgram:
     def launch(self, inputs: StepInputs) -> None:
         number, index = self._prepare(inputs)
         bucket = self._buckets[index]
-        launches = bucket.launches[number]
+        launches = (bucket.launches if inputs.num_adapted else bucket.plain)[number]
         self._in_flight, self._last = inputs, (bucket, inputs.num_logits)
         self._code.start(self._pool, self._steps[number], launches.ctypes.data, 0, len(launches))
 
@@ -117,6 +122,9 @@ class CpuProgram:
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         self._blocks.copy_later(pairs)
+
+    def write_adapter(self, slot: int, image: np.ndarray) -> None:
+        self._slots.write(slot, image, later=self._in_flight is not None)
 
     def profile(self, inputs: StepInputs) -> np.ndarray:
         """A whole step; i64 [launches], the ns that each launch of its bucket took. Raises EngineMismatch if the
@@ -150,6 +158,7 @@ class CpuProgram:
         assert self._in_flight is None, "a step is in flight"
         assert inputs.num_tokens > 0
         self._blocks.copy_now()
+        self._slots.write_now()
         number = self.inputs.index(inputs)
         step = self._steps[number]
         step.num_tokens, step.num_seqs, step.num_logits = inputs.num_tokens, inputs.num_seqs, inputs.num_logits

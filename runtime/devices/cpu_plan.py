@@ -15,7 +15,7 @@ from ..engine_format import EngineFormatError
 from ..sampling_inputs import Float32Array
 from ..step import StepInputs
 from .native_code import NativeCode
-from .plan_fields import ALIGNMENT, count, field, logits_output
+from .plan_fields import ALIGNMENT, count, field, logits_output, of_adapters
 
 Addresses = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
 
@@ -25,12 +25,14 @@ class BoundBucket:
     """What runs for a step of at most `tokens` tokens.
 
     launches  u64 [n, 2], ingot_launch, for each of the two inputs; they point into `args`, u64, which live as long
+    plain     likewise, of steps without LoRA adapters: the launches that are for adapters alone are left out
     begins    the number of each launch's first argument in `args`
     logits    f32 [rows, vocab_size], of the step that ran last
     """
 
     tokens: int
     launches: tuple[Addresses, Addresses]
+    plain: tuple[Addresses, Addresses]
     args: tuple[Addresses, Addresses]
     begins: list[int]
     logits: Float32Array
@@ -38,11 +40,13 @@ class BoundBucket:
 
 @dataclass(frozen=True)
 class Places:
-    """Where things lie: name, or slot and part of the first block -> (address, size in bytes)."""
+    """Where things lie: name, or slot and part of the first block -> (address, size in bytes). lora: of the first slot
+    for adapters, of no bytes without room."""
 
     arena: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
     weights: Mapping[str, tuple[int, int]]
     kv: Mapping[tuple[int, str], tuple[int, int]]
+    lora: tuple[int, int]
     inputs: tuple[StepInputs, StepInputs]
 
     @cached_property
@@ -75,7 +79,9 @@ def bind_bucket(bucket: dict[str, Any], index: int, places: Places, code: Native
                 ) from None
     first, second = (_arguments(addresses, from_inputs, inputs) for inputs in places.inputs)
     launches = _launches(kernels, begins, first), _launches(kernels, begins, second)
-    return BoundBucket(bucket["tokens"], launches, (first, second), begins, _logits(bucket, where, places))
+    kept = [number for number, entry in enumerate(entries) if not of_adapters(entry, f"{where}.launches[{number}]")]
+    plain = launches if len(kept) == len(entries) else (launches[0][kept], launches[1][kept])
+    return BoundBucket(bucket["tokens"], launches, plain, (first, second), begins, _logits(bucket, where, places))
 
 
 def _arguments(addresses: list[int], from_inputs: list[tuple[int, str, int]], inputs: StepInputs) -> Addresses:
@@ -111,9 +117,14 @@ def _address(arg: list[Any], places: Places, arena_size: int) -> int:
     if kind == "kv":
         address, size = places.kv[rest[0], rest[1]]
         return address + _within(rest[2] if len(rest) > 2 else 0, size)
+    if kind == "lora":
+        address, size = places.lora
+        if not size:
+            raise ValueError("the engine has no room for adapters")
+        return address + _within(rest[0], size)
     if kind == "null":
         return 0
-    raise ValueError("expected arena, weight, kv, input or null")
+    raise ValueError("expected arena, weight, kv, input, lora or null")
 
 
 def _within(offset: int, size: int) -> int:

@@ -23,6 +23,7 @@ from ..engine_file import EngineFile
 from ..engine_format import EngineFormatError
 from ..errors import RequestError, WorkFailed
 from ..kv_memory import KvCacheSizeError
+from ..lora import LoraRoom
 from ..program import EngineMismatch, Limits, check_plan_version
 from ..sampling_inputs import Float32Array, StepOutputs
 from ..step import StepInputs, StepLayout
@@ -52,7 +53,7 @@ class CudaProgram:
     """A GPU engine, loaded. See the Program protocol for what callers may use.
 
     gpu: the device that it runs on
-    weights_bytes, arena_bytes, workspace_bytes, kv_bytes: the GPU memory that it occupies
+    weights_bytes, arena_bytes, workspace_bytes, kv_bytes, lora_bytes: the GPU memory that it occupies
     """
 
     def __init__(self, engine: EngineFile, kv_cache_tokens: int | None = None, host_kv_tokens: int = 0, *,
@@ -80,7 +81,9 @@ class CudaProgram:
         self._context = context = CudaContext(driver, self.gpu)
         self._finalizer = weakref.finalize(self, context.close)
         try:
-            plan = GpuPlan.read(engine.plan, limits)
+            self.lora = LoraRoom.of(engine.manifest)
+            self.lora_bytes = self.lora.num_bytes if self.lora else 0
+            plan = GpuPlan.read(engine.plan, limits, self.lora)
             check_members(plan.kernels, engine.sizes)
             check_shared_memory(engine, plan, self.gpu)
             self._kernels = CudaKernels(context, engine.read)
@@ -116,7 +119,7 @@ class CudaProgram:
         offsets, self.weights_bytes = _packed(blobs)
         self.arena_bytes, self.workspace_bytes = plan.arena_bytes, plan.workspace_bytes
         launches = sum(len(bucket.launches) for bucket in plan.buckets)
-        graphs = len(plan.buckets) * _GRAPH_BYTES + launches * _NODE_BYTES
+        graphs = (len(plan.buckets) * _GRAPH_BYTES + launches * _NODE_BYTES) * (2 if self.lora else 1)
 
         def blocks(tokens: int) -> int:
             return -(-tokens // kv.block_size) * tables
@@ -124,6 +127,7 @@ class CudaProgram:
         least = max(1, kv_cache_tokens or 1)
         needs = MemoryNeeds((("weights", self.weights_bytes), ("arena", self.arena_bytes),
                              ("workspace", self.workspace_bytes), ("arrays of a step", layout.num_bytes),
+                             *([("slots for adapters", self.lora_bytes)] if self.lora else []),
                              ("graphs, estimated", graphs),
                              (f"KV cache of {least} tokens", blocks(least) * kv.block_bytes)),
                             blocks(limits.max_seq_len) * kv.block_bytes)
@@ -144,6 +148,11 @@ class CudaProgram:
             self._buckets = plan.bind(self._places(plan, offsets))
             self._bucket_tokens = [bucket.tokens for bucket in self._buckets]
             self._graphs = [StepGraph(context, self._kernels, bucket.launches) for bucket in self._buckets]
+            self._plain_graphs = self._graphs if self.lora is None else [
+                StepGraph(context, self._kernels, tuple(launch for launch in bucket.launches if not launch.adapters))
+                for bucket in self._buckets]
+            self._image = context.pinned(self.lora.bytes_per_adapter, "an adapter") if self.lora else None
+            self._image_sent = context.event()
             self._done = context.event()
             context.synchronize()
         except CudaError as error:
@@ -160,6 +169,7 @@ class CudaProgram:
         self._arena_address = context.allocate(self.arena_bytes)
         self._workspace_address = context.allocate(self.workspace_bytes)
         self._step_address = context.allocate(self._layout.num_bytes)
+        self._lora_address = context.allocate(self.lora_bytes) if self.lora else 0
         if kv_cache_tokens is not None or not kv.block_bytes:  # a model without attention has blocks of nothing
             tokens = kv_cache_tokens or limits.max_batch_size * limits.max_seq_len
             self.num_blocks = -(-tokens // kv.block_size) * tables
@@ -174,13 +184,15 @@ class CudaProgram:
         self._kv_address = context.allocate(self.kv_bytes)
         # Kernels may read what they do not use: the cells of a block behind a sequence's last token, for one.
         for address, size in ((self._arena_address, self.arena_bytes), (self._workspace_address, self.workspace_bytes),
-                              (self._step_address, self._layout.num_bytes), (self._kv_address, self.kv_bytes)):
+                              (self._step_address, self._layout.num_bytes), (self._kv_address, self.kv_bytes),
+                              (self._lora_address, self.lora_bytes)):
             context.clear(address, size)
 
     def _places(self, plan: GpuPlan, offsets: dict[str, int]) -> Places:
         weights = {name: self._weights_address + offsets[weight.blobs[0]] for name, weight in plan.weights.items()}
         inputs = {name: self._step_address + place.offset for name, place in self._layout.places.items()}
-        return Places(self._arena_address, self._workspace_address, weights, self._kv_address, inputs)
+        return Places(self._arena_address, self._workspace_address, weights, self._kv_address, inputs,
+                      self._lora_address)
 
     def _pieces(self, blobs: dict[str, int], offsets: dict[str, int]) -> Iterator[tuple[int, Bytes]]:
         """The weights and where they go."""
@@ -191,7 +203,7 @@ class CudaProgram:
         index = self._prepare(inputs)
         bucket, context = self._buckets[index], self._context
         self._send(inputs)
-        self._graphs[index].launch()
+        (self._graphs if inputs.num_adapted else self._plain_graphs)[index].launch()
         if inputs.sampling.num_rows:
             layout, host = self._layout, self._host_addresses[self.inputs.index(inputs)]
             context.to_host(host + layout.input_bytes, self._step_address + layout.input_bytes,
@@ -255,6 +267,18 @@ class CudaProgram:
             else:
                 self._context.synchronize()  # what was copied to the source must be there
                 self._host_block(destination, count)[:] = self._host_block(source, count)
+
+    def write_adapter(self, slot: int, image: np.ndarray) -> None:
+        assert self.lora is not None and self._image is not None, "the engine has no room for adapters"
+        assert self._finalizer.alive, "the program is closed"
+        self.lora.check_slot(slot, image.size)
+        self._context.enter()
+        # The buffer may still be on its way with the adapter before; in the stream the copy follows the step in flight.
+        self._context.driver.call("cuEventSynchronize", self._image_sent)
+        np.copyto(self._image, image)
+        self._context.to_device(self._lora_address + slot * self.lora.bytes_per_adapter,
+                                int(self._image.ctypes.data), self._image.size)
+        self._context.record(self._image_sent)
 
     def _block_address(self, number: int) -> int:
         if number < self.num_blocks:

@@ -25,13 +25,14 @@ import numpy as np
 from ..engine_file import EngineFile
 from ..engine_format import EngineFormatError
 from ..errors import RequestError, WorkFailed
+from ..lora import LoraRoom
 from ..program import EngineMismatch, Limits, check_plan_version
 from ..sampling_inputs import Float32Array, StepOutputs
 from ..step import StepInputs, StepLayout
 from .gpu_collective import check_collectives, meet, num_ranks
 from .gpu_kernels import Kernel, TensorMapType, check_members
 from .gpu_plan import BoundBucket, BoundLaunch, BoundTensorMap, GpuPlan, Places
-from .host_memory import Bytes, KvBlocks, anonymous
+from .host_memory import AdapterSlots, Bytes, KvBlocks, anonymous
 from .plan_fields import mapped_weight
 from .traced_values import decode, value_bytes, value_shape
 
@@ -47,7 +48,7 @@ _POISON = 0xFF
 class EmulatorProgram:
     """A GPU engine, loaded. See the Program protocol for what callers may use.
 
-    weights_bytes, arena_bytes, workspace_bytes, kv_bytes: what it would take of a GPU's memory
+    weights_bytes, arena_bytes, workspace_bytes, kv_bytes, lora_bytes: what it would take of a GPU's memory
     """
 
     def __init__(self, engine: EngineFile, kv_cache_tokens: int, host_kv_tokens: int = 0) -> None:
@@ -62,7 +63,8 @@ class EmulatorProgram:
         self._interpret = _interpreter()
         limits = Limits.of(engine.manifest)
         try:
-            plan = GpuPlan.read(engine.plan, limits)
+            self.lora = LoraRoom.of(engine.manifest)
+            plan = GpuPlan.read(engine.plan, limits, self.lora)
             check_members(plan.kernels, engine.sizes)
             check_collectives(plan, limits, self.num_ranks)
             self._sources = _sources(engine, plan.kernels.values())
@@ -83,13 +85,14 @@ class EmulatorProgram:
         first, second = (StepInputs(limits, plan.vocab_size, kv.block_size, len(kv.windows)) for _ in range(2))
         self.inputs = (first, second)
         self._layout = StepLayout(limits, plan.vocab_size, kv.block_size, len(kv.windows))
-        self._ranks = [_Rank(self._engine, plan, self._layout, rank, kv_cache_tokens, host_kv_tokens)
+        self._ranks = [_Rank(self._engine, plan, self._layout, rank, kv_cache_tokens, host_kv_tokens, self.lora)
                        for rank in range(self.num_ranks)]
         blocks = self._ranks[0].blocks
         self.num_blocks, self.num_host_blocks = blocks.num_blocks, blocks.num_host_blocks
         self.kv_bytes = self.num_blocks * kv.block_bytes
         self.weights_bytes = sum({weight.blobs[0]: weight.size for weight in plan.weights.values()}.values())
         self.arena_bytes, self.workspace_bytes = plan.arena_bytes, plan.workspace_bytes
+        self.lora_bytes = self.lora.num_bytes if self.lora else 0
 
     def launch(self, inputs: StepInputs) -> None:
         index = self._begin(inputs)
@@ -99,8 +102,9 @@ class EmulatorProgram:
         """Computes the step: nothing runs beside the caller's thread."""
         assert self._in_flight is not None, "no step is in flight"
         (inputs, index), self._in_flight = self._in_flight, None
-        for number in range(len(self._ranks[0].buckets[index].launches)):
-            self._run(index, number)
+        for number, launch in enumerate(self._ranks[0].buckets[index].launches):
+            if inputs.num_adapted or not launch.adapters:
+                self._run(index, number)
         self._end(inputs)
         return inputs.sampling.outputs
 
@@ -116,6 +120,10 @@ class EmulatorProgram:
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         for rank in self._ranks:
             rank.blocks.copy_later(pairs)
+
+    def write_adapter(self, slot: int, image: np.ndarray) -> None:
+        for rank in self._ranks:
+            rank.slots.write(slot, image, later=self._in_flight is not None)
 
     def trace(self, inputs: StepInputs, values: Collection[str]) -> dict[str, np.ndarray]:
         index = self._begin(inputs)
@@ -146,6 +154,7 @@ class EmulatorProgram:
         pieces = inputs.pieces()
         for rank in self._ranks:
             rank.blocks.copy_now()
+            rank.slots.write_now()
             for begin, size in pieces:
                 rank.step[begin : begin + size] = inputs.memory[begin : begin + size]
             rank.arena.fill(_POISON)
@@ -208,8 +217,9 @@ class _Rank:
     """The memory of one GPU: of the only one, or of one rank of a tensor-parallel engine."""
 
     def __init__(self, engine: EngineFile, plan: GpuPlan, layout: StepLayout, rank: int, kv_cache_tokens: int,
-                 host_kv_tokens: int) -> None:
+                 host_kv_tokens: int, lora: LoraRoom | None) -> None:
         kv = plan.kv
+        self.slots = AdapterSlots(lora)
         self.blocks = KvBlocks(kv_cache_tokens, host_kv_tokens, kv.block_size, kv.block_bytes, len(kv.windows))
         self.step = anonymous(layout.num_bytes, "the arrays of a step")
         self.step.fill(_POISON)
@@ -224,7 +234,8 @@ class _Rank:
         step = _address(self.step)
         self.buckets = plan.bind(Places(
             _address(self.arena), _address(workspace), {name: _address(data) for name, data in self._held.items()},
-            self.blocks.address, {name: step + place.offset for name, place in layout.places.items()}))
+            self.blocks.address, {name: step + place.offset for name, place in layout.places.items()},
+            self.slots.place[0]))
 
 
 def _address(memory: Bytes) -> int:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..engine_format import EngineFormatError
+from ..lora import LoraRoom
 from ..program import Limits
 from ..step import StepLayout
 from .gpu_kernels import ELEMENT_BYTES, Kernel, TensorMapType, read_kernels
@@ -28,6 +29,7 @@ from .plan_fields import (
     field,
     kv_layout,
     logits_output,
+    of_adapters,
     vocab_size,
 )
 
@@ -44,7 +46,7 @@ _INPUT_ELEMENTS = {"int32": ("*i32", "*u32"), "uint32": ("*i32", "*u32"), "float
 class Place:
     """A byte of the device's memory.
 
-    space   "arena", "workspace", "weight", "kv", "input", or "null"
+    space   "arena", "workspace", "weight", "kv", "input", "lora" (the first slot for adapters), or "null"
     key     which weight, part of the KV cache, or array of the step
     left    bytes of that memory from here on
     """
@@ -70,6 +72,7 @@ class Launch:
     """One kernel over the whole step. arguments: one for each of its parameters.
 
     writes: value -> (number of the argument that it is left in, shape, element type); for traces
+    adapters: it has nothing to do in a step without LoRA adapters
     """
 
     kernel: Kernel
@@ -78,6 +81,7 @@ class Launch:
     op: str
     origin: str
     writes: Mapping[str, tuple[int, tuple[int | str, ...], str]]
+    adapters: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,13 +104,14 @@ class Weight:
 
 @dataclass(frozen=True)
 class Places:
-    """Addresses in device memory. kv: of block 0. inputs: of each array of a step's layout."""
+    """Addresses in device memory. kv: of block 0. inputs: of each array of a step's layout. lora: of the first slot."""
 
     arena: int
     workspace: int
     weights: Mapping[str, int]
     kv: int
     inputs: Mapping[str, int]
+    lora: int = 0
 
 
 @dataclass(frozen=True)
@@ -132,6 +137,7 @@ class BoundLaunch:
     op: str
     origin: str
     writes: Mapping[str, tuple[int, tuple[int | str, ...], str]]
+    adapters: bool = False
 
 
 @dataclass(frozen=True)
@@ -160,8 +166,8 @@ class GpuPlan:
     buckets: tuple[Bucket, ...]
 
     @classmethod
-    def read(cls, plan: dict[str, Any], limits: Limits) -> GpuPlan:
-        """Raises EngineFormatError with the path to what is wrong."""
+    def read(cls, plan: dict[str, Any], limits: Limits, lora: LoraRoom | None = None) -> GpuPlan:
+        """lora: room of the engine for adapters. Raises EngineFormatError with the path to what is wrong."""
         kernels = read_kernels(plan)
         kv = kv_layout(plan)
         workspace = field(plan, "workspace", dict, "plan")
@@ -174,7 +180,7 @@ class GpuPlan:
         width = vocab_size(plan)
         layout = StepLayout(limits, width, kv.block_size, len(kv.windows))
         slots = {slot["slot"]: slot["dtype"] for slot in plan["kv"]["slots"]}
-        memory = _Memory(kv, slots, weights, workspace_bytes, layout)
+        memory = _Memory(kv, slots, weights, workspace_bytes, layout, lora.bytes_per_adapter if lora else 0)
         buckets = tuple(_bucket(entry, f"plan.buckets[{index}]", kernels, memory, limits, width)
                         for index, entry in enumerate(plan["buckets"]))
         return cls(kernels, kv, weights, arena, workspace_bytes, zeroed_bytes, width, buckets)
@@ -184,7 +190,7 @@ class GpuPlan:
         bases: dict[str, Callable[[Any], int]] = {
             "arena": lambda _: places.arena, "workspace": lambda _: places.workspace,
             "weight": places.weights.__getitem__, "input": places.inputs.__getitem__,
-            "kv": lambda key: places.kv + self.kv.parts[key][0]}
+            "lora": lambda _: places.lora, "kv": lambda key: places.kv + self.kv.parts[key][0]}
 
         def address(place: Place) -> int:
             return 0 if place.space == "null" else bases[place.space](place.key) + place.offset
@@ -199,7 +205,7 @@ class GpuPlan:
         return tuple(BoundBucket(
             bucket.tokens,
             tuple(BoundLaunch(launch.kernel, launch.grid, tuple(map(bound, launch.arguments)), launch.op,
-                              launch.origin, launch.writes) for launch in bucket.launches),
+                              launch.origin, launch.writes, launch.adapters) for launch in bucket.launches),
             places.arena + bucket.logits_offset, bucket.logits_rows) for bucket in self.buckets)
 
 
@@ -247,7 +253,7 @@ def _launch(entry: Any, where: str, kernels: Mapping[str, Kernel], memory: _Memo
             told = f"there is no {error}" if isinstance(error, KeyError) else str(error)
             raise EngineFormatError(f"{where}: argument {name}, {arg!r}, is wrong: {told}") from None
     return Launch(kernel, (grid[0], grid[1], grid[2]), tuple(arguments), str(entry.get("op", "")),
-                  str(entry.get("origin", "")), _writes(entry, where, len(arguments)))
+                  str(entry.get("origin", "")), _writes(entry, where, len(arguments)), of_adapters(entry, where))
 
 
 def _writes(entry: dict[str, Any], where: str, num_arguments: int) -> dict[str, tuple[int, tuple[int | str, ...], str]]:
@@ -275,6 +281,7 @@ class _Memory:
     weights: Mapping[str, Weight]
     workspace_bytes: int
     layout: StepLayout
+    adapter_bytes: int
 
     def argument(self, arg: Any, kind: str | TensorMapType, arena: int) -> Place | TensorMapPlace | int | float:
         if isinstance(kind, TensorMapType):
@@ -324,9 +331,14 @@ class _Memory:
             if dtype.fields is None:  # a record has fields of several types
                 _fits(kind, _INPUT_ELEMENTS[dtype.name])
             return _placed(space, rest[0], rest, 1, math.prod(shape) * dtype.itemsize)
+        if space == "lora":
+            if not self.adapter_bytes:
+                raise ValueError("the engine has no room for adapters")
+            _fits(kind, ("*bf16",))
+            return _placed(space, None, rest, 0, self.adapter_bytes)
         if space == "null":
             return Place("null")
-        raise ValueError("expected arena, workspace, weight, kv, input or null, since it is a pointer")
+        raise ValueError("expected arena, workspace, weight, kv, input, lora or null, since it is a pointer")
 
 
 def _placed(space: str, key: Any, rest: list[Any], at: int, size: int) -> Place:

@@ -9,6 +9,7 @@ from contextlib import suppress
 import numpy as np
 
 from ..errors import WorkFailed
+from ..lora import LoraRoom
 
 Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
@@ -57,3 +58,33 @@ class KvBlocks:
     def _block(self, number: int) -> Bytes:
         tier, index = (0, number) if number < self.num_blocks else (1, number - self.num_blocks)
         return self._tiers[tier][index * self._block_bytes : (index + 1) * self._block_bytes]
+
+
+class AdapterSlots:
+    """The slots for LoRA adapters, zeroed; none without room.
+
+    place  (address, bytes) of the first one
+    """
+
+    def __init__(self, room: LoraRoom | None) -> None:
+        self._room = room
+        self.num_bytes = room.num_bytes if room else 0
+        # Vector loads of a row's last elements may reach 64 bytes past the end of the last matrix.
+        self._memory = anonymous(self.num_bytes + 64, "the slots for adapters")
+        self.place = int(self._memory.ctypes.data), room.bytes_per_adapter if room else 0
+        self._writes: list[tuple[int, Bytes]] = []
+
+    def write(self, slot: int, image: np.ndarray, later: bool) -> None:
+        """u8 [bytes_per_adapter], now, or with `write_now`: a step in flight must not see it."""
+        assert self._room is not None, "the engine has no room for adapters"
+        self._room.check_slot(slot, image.size)
+        self._writes.append((slot, np.array(image) if later else image))
+        if not later:
+            self.write_now()
+
+    def write_now(self) -> None:
+        """What waits to be written; no step is in flight."""
+        size = self.place[1]
+        for slot, image in self._writes:
+            self._memory[slot * size : (slot + 1) * size] = image
+        self._writes.clear()

@@ -15,7 +15,7 @@ from ..program import EngineMismatch, outdated
 from ..step import StepInputs
 
 CODE = "code/model.so"
-ABI_VERSION = 2
+ABI_VERSION = 3
 
 STEP_ARRAYS = tuple(name for name in StepInputs.ARRAYS if name != "block_tables")
 """Those that every kernel finds in ingot_step; block tables are arguments."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
+from ..lora import LoraRoom
 from ..program import Limits
 from ..sampling_inputs import Float32Array, SamplingInputs, StepOutputs
 from ..step import StepInputs
@@ -21,18 +23,24 @@ class NullProgram:
                 wrong blocks give wrong tokens, and are told by an AssertionError where a step can know. The token
                 that follows is `NullMemory.next_token(all tokens, vocab_size)`
     step_s      seconds that a step takes at least
+    lora        room for adapters; `adapters` holds what was written: slot -> a copy of the image. Unless next_token
+                says it, the token that follows depends on the adapter's bytes too, and with simulate_kv a context that
+                was computed with one adapter is no other's
     """
 
     def __init__(self, limits: Limits, vocab_size: int, num_blocks: int,
                  kv_windows: tuple[int | None, ...] = (None,), *, num_host_blocks: int = 0, block_size: int = 16,
                  block_bytes: int = 0, next_token: Callable[[int, int], int] | None = None, simulate_kv: bool = False,
-                 step_s: float = 0.0) -> None:
+                 step_s: float = 0.0, lora: LoraRoom | None = None) -> None:
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
         self.block_size = block_size
         self.block_bytes = block_bytes
         self.kv_windows = kv_windows
         self.vocab_size = vocab_size
+        self.lora = lora
+        self.adapters: dict[int, np.ndarray] = {}
+        self._hashes = {-1: 0}
         first, second = (StepInputs(limits, vocab_size, block_size, len(kv_windows)) for _ in range(2))
         self.inputs = (first, second)
         self.num_steps = 0
@@ -51,15 +59,23 @@ class NullProgram:
         rows = inputs.logit_rows[: inputs.num_logits]
         following: np.ndarray | list[int]
         if self._memory is not None:
-            following = self._memory.step(inputs)[rows] % self.vocab_size
+            following = self._memory.step(inputs, self._starts(inputs))[rows] % self.vocab_size
         elif self._next_token is not None:
             following = [self._next_token(int(inputs.positions[token]), int(inputs.token_ids[token])) for token in rows]
         else:
             following = mix(inputs.positions[rows].astype(np.uint64), inputs.token_ids[rows].astype(np.uint64))
+            following += self._starts(inputs)[inputs.token_seq[rows]]
             following %= self.vocab_size
         inputs.sampling.outputs.tokens[: inputs.num_logits] = following
         self._follow_guides(inputs.sampling)
         self._in_flight = inputs
+
+    def _starts(self, inputs: StepInputs) -> np.ndarray:
+        """u64 [num_seqs], a hash of each sequence's adapter; 0 without one."""
+        slots = inputs.adapters[: inputs.num_seqs].tolist()
+        missing = set(slots) - self._hashes.keys()
+        assert not missing, f"nothing was written to slots {missing}"
+        return np.array([self._hashes[slot] for slot in slots], np.uint64)
 
     def _follow_guides(self, sampling: SamplingInputs) -> None:
         """Of what a guide allows, the first from the token that would follow without it."""
@@ -84,6 +100,13 @@ class NullProgram:
         assert all(0 <= source < last and 0 <= destination < last for source, destination in pairs), pairs
         if self._memory is not None:
             self._memory.copy(pairs)
+
+    def write_adapter(self, slot: int, image: np.ndarray) -> None:
+        """At once: steps are done when they are launched."""
+        assert self.lora is not None, "the program has no room for adapters"
+        self.lora.check_slot(slot, image.size)
+        self.adapters[slot] = np.array(image)
+        self._hashes[slot] = zlib.crc32(self.adapters[slot].tobytes()) if image.any() else 0
 
     def logits(self) -> Float32Array:
         """1 for the token that follows, 0 for the others."""

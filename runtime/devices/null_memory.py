@@ -41,9 +41,9 @@ class NullMemory:
         self._states = np.zeros(shape, np.uint64)
 
     @staticmethod
-    def next_token(tokens: Sequence[int], vocab_size: int) -> int:
-        """The token that follows so many, when nothing has gone wrong."""
-        state = 0
+    def next_token(tokens: Sequence[int], vocab_size: int, start: int = 0) -> int:
+        """The token that follows so many, when nothing has gone wrong. start: the hash of the adapter."""
+        state = start
         for token in tokens:
             state = mix(state, token)
         return state % vocab_size
@@ -53,13 +53,14 @@ class NullMemory:
             for cells in (self._positions, self._tables, self._tokens, self._states):
                 cells[destination] = cells[source]
 
-    def step(self, inputs: StepInputs) -> np.ndarray:
-        """Writes the cells of the step's tokens; u64 [num_tokens], the hash of each token's context."""
+    def step(self, inputs: StepInputs, starts: np.ndarray) -> np.ndarray:
+        """Writes the cells of the step's tokens; u64 [num_tokens], the hash of each token's context. starts: u64
+        [num_seqs], what each sequence's hash begins with."""
         states = np.zeros(inputs.num_tokens, np.uint64)
         written: dict[int, int] = {}
         for seq, (begin, end) in enumerate(pairwise(inputs.query_start[: inputs.num_seqs + 1].tolist())):
             position = int(inputs.positions[begin])
-            state = self._context(inputs, seq, position)
+            state = self._context(inputs, seq, position, int(starts[seq]))
             for token in range(begin, end):
                 state = mix(state, int(inputs.token_ids[token]))
                 states[token] = state
@@ -76,7 +77,7 @@ class NullMemory:
                 self._states[cells] = states[begin:end]
         return states
 
-    def _context(self, inputs: StepInputs, seq: int, position: int) -> int:
+    def _context(self, inputs: StepInputs, seq: int, position: int, start: int) -> int:
         """The hash of what lies before `position`, found alike in every table as far back as its window reaches."""
         found: int | None = None
         for table, window in enumerate(self._windows):
@@ -91,10 +92,11 @@ class NullMemory:
             states, tokens = self._states[cells], self._tokens[cells]
             broken = mix(states[:-1], tokens[1:]) != states[1:]
             assert not broken.any(), f"{where}: positions {places[1:][broken][:1]} and before are of two contexts"
-            assert low > 0 or mix(0, int(tokens[0])) == int(states[0]), f"{where}: position 0 begins no context"
+            assert low > 0 or mix(start, int(tokens[0])) == int(states[0]), (
+                f"{where}: position 0 begins no context, or that of another adapter")
             assert found in (None, int(states[-1])), f"{where}: holds another context than the tables before it"
             found = int(states[-1])
-        return found or 0
+        return start if found is None else found
 
     def _blocks(self, inputs: StepInputs, table: int, seq: int, places: np.ndarray) -> np.ndarray:
         blocks = inputs.block_tables[table, seq, places // self._block_size]

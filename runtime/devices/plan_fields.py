@@ -117,6 +117,11 @@ def check_buckets(plan: dict[str, Any], limits: Limits) -> None:
         raise EngineFormatError(f"plan.buckets: sizes {tokens}; expected growing ones up to {limits.max_num_tokens}")
 
 
+def of_adapters(launch: dict[str, Any], where: str) -> bool:
+    """Whether a launch has nothing to do in a step without LoRA adapters, so that it is left out."""
+    return bool(field(launch, "adapters", bool, where)) if "adapters" in launch else False
+
+
 def vocab_size(plan: dict[str, Any]) -> int:
     """The width of the logits. Raises EngineFormatError unless all buckets agree on it."""
     widths = {count(logits_output(bucket, f"plan.buckets[{index}]"), "width", f"plan.buckets[{index}].outputs.logits")

@@ -2,8 +2,8 @@
  * a table `kernels` of their names and functions.
  *
  * Standard input: name of the kernel, a newline; then int32: num_workers, the four counts of ingot_step, the number of
- * segments and of arguments; int64 size and alignment (its address modulo 64) of each segment, the first six being
- * the arrays of ingot_step; int64 segment and offset of each argument, segment -1 being null; the segments' bytes.
+ * segments and of arguments; int64 size and alignment (its address modulo 64) of each segment, the first seven
+ * being the arrays of ingot_step; int64 segment and offset of each argument, segment -1 being null; the segments' bytes.
  * Standard output: the segments' bytes after the launch. */
 #include <stdio.h>
 #include <stdlib.h>
@@ -30,10 +30,10 @@ int main(void) {
     }
     void **args = malloc(sizeof(void *) * (size_t)(num_args + 1));
     for (int i = 0; i < num_args; i++) args[i] = places[i][0] < 0 ? NULL : memory[places[i][0]] + places[i][1];
-    const int32_t *arrays[6];
-    for (int i = 0; i < 6; i++) arrays[i] = (const int32_t *)memory[i];
+    const int32_t *arrays[7];
+    for (int i = 0; i < 7; i++) arrays[i] = (const int32_t *)memory[i];
     ingot_step step = {head[1], head[2], head[3], head[4], arrays[0], arrays[1], arrays[2], arrays[3],
-                       arrays[4], arrays[5], NULL};
+                       arrays[4], arrays[5], arrays[6], NULL};
     for (size_t k = 0; k < sizeof kernels / sizeof *kernels; k++) {
         if (strcmp(kernels[k].name, name)) continue;
         for (int worker = head[0] - 1; worker >= 0; worker--) kernels[k].function(&step, args, worker, head[0]);

@@ -41,7 +41,7 @@ class EmulatedKernels:
 
     def run(self, symbol: str, counts: Sequence[int], arrays: Sequence[np.ndarray],
             args: Sequence[np.ndarray | None], workers: int) -> None:
-        """counts: the four of ingot_step; arrays: its six. Arguments that share memory do so there too."""
+        """counts: the four of ingot_step; arrays: its seven. Arguments that share memory do so there too."""
         spans = sorted(_span(a) for a in args if a is not None)
         segments = [_span(a) for a in arrays]
         first = len(segments)

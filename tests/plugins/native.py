@@ -39,7 +39,7 @@ MATRIX_ISAS = [*ALL_ISAS, *(isa.name for isa in host_isas() if isa.name not in (
 
 
 _COUNTS = ("num_tokens", "num_seqs", "num_logits", "max_blocks")
-_ARRAYS = ("token_ids", "positions", "token_seq", "logit_rows", "query_start", "context_len")
+_ARRAYS = ("token_ids", "positions", "token_seq", "logit_rows", "query_start", "context_len", "adapters")
 
 
 class StepStruct(ctypes.Structure):
@@ -52,11 +52,12 @@ class StepStruct(ctypes.Structure):
 class Step:
     """A step of sequences given as (context length after the step, new tokens), their blocks in random order.
 
+    adapters: the slot of each sequence's LoRA adapter, by default none.
     num_blocks: so many blocks a cache must have. block_table: behind a sequence's blocks -1; more columns than needed.
     """
 
     def __init__(self, sequences: Sequence[tuple[int, int]], block_size: int = 16, seed: int = 0,
-                 logit_rows: Sequence[int] = ()) -> None:
+                 logit_rows: Sequence[int] = (), adapters: Sequence[int] = ()) -> None:
         lengths = [length for length, _ in sequences]
         counts = [-(-length // block_size) for length in lengths]
         self.num_blocks = sum(counts) + 1
@@ -65,6 +66,7 @@ class Step:
         for row, start, count in zip(self.block_table, np.cumsum([0, *counts]), counts, strict=False):
             row[:count] = order[start:start + count]
         self.context_len = np.array(lengths, np.int32)
+        self.adapters = np.array(adapters or [-1] * len(lengths), np.int32)
         self.query_start = np.cumsum([0, *(new for _, new in sequences)]).astype(np.int32)
         self.positions = np.array([p for n, new in sequences for p in range(n - new, n)], np.int32)
         self.token_seq = np.repeat(np.arange(len(sequences)), [new for _, new in sequences]).astype(np.int32)

@@ -20,6 +20,7 @@ from ingot.plugins.cpu.ceilings import CEILINGS
 from ingot.plugins.kernel import INCLUDE_DIR, translation_unit
 from ingot.plugins.sampling.cpu import sampling
 from ingot.runtime.manifest import canonical_json
+from ingot.runtime.program import PLAN_VERSION
 
 DIM, HEADS, VOCAB_SIZE, BLOCK_SIZE = 16, 2, 258, 4
 BOS, EOS = 256, 257
@@ -94,7 +95,7 @@ def bucket(tokens: int) -> dict[str, Any]:
 def plan(blobs: dict[str, str]) -> dict[str, Any]:
     """blobs: weight name -> SHA-256 of its data."""
     return {
-        "version": 3,
+        "version": PLAN_VERSION,
         "kv": {"block_size": BLOCK_SIZE, "block_bytes": BLOCK_BYTES, "windows": [None], "slots": [
             {"slot": 0, "table": 0, "heads": HEADS, "key_dim": DIM // HEADS, "value_dim": DIM // HEADS, "dtype": "f32",
              "key_offset": 0, "value_offset": VALUE_OFFSET}]},

@@ -122,7 +122,7 @@ WRONG: dict[str, tuple[Change, str]] = {
     "a pointer of another type than the cache": (edited("embedding", 0, ["kv", 0, "k"]), r"takes \*i32, this is"),
     "workspace beyond its end": (edited("linear", -1, ["workspace", 1 << 24]), "outside its"),
     "a number where a pointer is taken": (edited("embedding", 0, ["scalar", 3]), "since it is a pointer"),
-    "an unknown kind": (edited("embedding", 0, ["host", 0]), "expected arena, workspace, weight, kv, input or null"),
+    "an unknown kind": (edited("embedding", 0, ["host", 0]), "expected arena, workspace, weight, kv, input, lora or null"),
     "an empty argument": (edited("embedding", 0, []), LAUNCH + ARGUMENT),
     "an argument that is a number": (edited("embedding", 0, 7), LAUNCH + ARGUMENT),
     "an argument without a name": (edited("embedding", 0, ["weight"]), LAUNCH + ARGUMENT),
