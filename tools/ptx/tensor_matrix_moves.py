@@ -1,8 +1,8 @@
 """ldmatrix, stmatrix, movmatrix: 8 × 8 matrices of 16 bits between shared memory and the lanes of a warp.
 
 Lanes 8 i to 8 i + 7 point to the rows of matrix i, 16 bytes each. Register i of a lane holds elements 2 × (lane % 4)
-and the one behind of row lane / 4 of matrix i; with .trans, of its column lane / 4. The forms of 8, 6 and 4 bits are not
-supported. Source: PTX ISA, "ldmatrix", "stmatrix", "movmatrix".
+and the one behind of row lane / 4 of matrix i; with .trans, of its column lane / 4. The forms of 8, 6 and 4 bits
+are not supported. Source: PTX ISA, "ldmatrix", "stmatrix", "movmatrix".
 """
 from __future__ import annotations
 
