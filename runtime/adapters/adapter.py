@@ -58,8 +58,8 @@ class Adapter:
         if not path.is_dir():
             raise AdapterError(f"{source}: no folder; expected one with {CONFIG} and {WEIGHTS}")
         if not (path / WEIGHTS).exists() and (path / PICKLED).exists():
-            raise AdapterError(f"{source}: has {PICKLED}, a pickle, which can run code and is not read; expected {WEIGHTS}."
-                               "\n  Save it again with PEFT: model.save_pretrained(folder, safe_serialization=True)")
+            raise AdapterError(f"{source}: has {PICKLED}, a pickle, which can run code and is not read; expected "
+                               f"{WEIGHTS}.\n  Save it again with PEFT: model.save_pretrained(folder, safe_serialization=True)")
         config, weights = _bytes(path / CONFIG, _MAX_CONFIG_BYTES), _bytes(path / WEIGHTS)
         found = hashlib.sha256(config)
         found.update(weights)
@@ -90,7 +90,7 @@ class Adapter:
         for name, (a, b) in self.modules.items():
             module = places[name]
             if (a.shape[1], b.shape[1]) != (module.in_features, module.out_features):
-                raise AdapterError(f"{self.source}: {name} goes from {a.shape[1]} to {b.shape[1]} features, that of the "
+                raise AdapterError(f"{self.source}: {name} goes from {a.shape[1]} to {b.shape[1]} features, in the "
                                    f"engine from {module.in_features} to {module.out_features}.\n"
                                    "  It was trained for another base model.")
 
@@ -156,7 +156,7 @@ def _factors(config: AdapterConfig, module: str, half: dict[str, np.ndarray], wh
                            "  Do both files belong together?")
     a, b, rank = half["A"], half["B"], config.rank_of(module)
     if a.ndim != 2 or b.ndim != 2 or a.shape[0] != rank or b.shape[1] != rank:
-        raise AdapterError(f"{where}: expected lora_A [{rank}, in] and lora_B [out, {rank}], of rank {rank} by {CONFIG}; "
+        raise AdapterError(f"{where}: expected lora_A [{rank}, in], lora_B [out, {rank}], of rank {rank} by {CONFIG}, "
                            f"got {list(a.shape)} and {list(b.shape)}")
     with np.errstate(over="ignore", invalid="ignore"):
         scaled = b.T.astype(np.float32) * np.float32(config.scaling_of(module))

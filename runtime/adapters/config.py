@@ -1,4 +1,4 @@
-"""adapter_config.json, as PEFT writes it: what scales an adapter, and what of it would be more than low-rank matrices."""
+"""adapter_config.json, as PEFT writes it: what scales an adapter, and what of it is more than low-rank matrices."""
 
 from __future__ import annotations
 
@@ -64,15 +64,16 @@ def parse_config(data: bytes, what: str) -> AdapterConfig:
             raise AdapterError(f"{what}: {name} is {value!r:.80}, which is not served{why}")
     begins = config.get("init_lora_weights")
     if isinstance(begins, str) and begins.startswith(_CHANGES_BASE):
-        raise AdapterError(f"{what}: init_lora_weights is {begins!r:.40}: this adapter goes with other weights than the "
-                           "model's own.\n  Save it with path_initial_model_for_weight_conversion, which gives a plain one.")
+        raise AdapterError(f"{what}: init_lora_weights is {begins!r:.40}: this adapter goes with other weights than "
+                           "the model's own.\n  Save it with path_initial_model_for_weight_conversion, for a plain one.")
     targets = config.get("target_modules")
     if isinstance(targets, list) and not all(isinstance(each, str) for each in targets):
         raise AdapterError(f"{what}: target_modules: expected names, got {targets!r:.80}")
     return AdapterConfig(
         _rank(config.get("r"), f"{what}: r"), _number(config.get("lora_alpha"), f"{what}: lora_alpha"),
         _boolean(config.get("use_rslora", False), f"{what}: use_rslora"),
-        {key: _rank(value, f"{what}: rank_pattern.{key:.60}") for key, value in _patterns(config, "rank_pattern", what)},
+        {key: _rank(value, f"{what}: rank_pattern.{key:.60}")
+         for key, value in _patterns(config, "rank_pattern", what)},
         {key: _number(value, f"{what}: alpha_pattern.{key:.60}")
          for key, value in _patterns(config, "alpha_pattern", what)},
         tuple(targets) if isinstance(targets, list) else None)

@@ -61,8 +61,8 @@ class LoadedAdapters:
         with self._lock:
             known = self._by_name.get(name)
         if known is not None and known.adapter.sha256 != adapter.sha256:
-            raise AdapterExists(f"adapter {name!r} is loaded already, with another content ({known.adapter.sha256[:12]}; "
-                                f"this one has {adapter.sha256[:12]}).\n  Unload it first, or take another name.")
+            raise AdapterExists(f"adapter {name!r} is loaded already, with another content "
+                                f"({known.adapter.sha256[:12]}; this one has {adapter.sha256[:12]}).\n  Unload it first, or take another name.")
         return known
 
     def unload(self, name: str) -> LoadedAdapter:

@@ -25,7 +25,7 @@ class AdapterSlots:
         self._held: dict[int, int] = {}  # number of an adapter -> its slot, the least recently used first
 
     def hold(self, adapter: LoadedAdapter | None, running: Sequence[Scheduled]) -> int:
-        """The slot of a sequence that starts beside those that run, written if need be. One must be there: `can_hold`."""
+        """The slot of a sequence that starts beside those that run, written if need be. There must be one (SlotTurns)."""
         if adapter is None:
             return NO_SLOT
         slot = self._held.pop(adapter.number, None)

@@ -1,7 +1,7 @@
 """The tensors of a safetensors file, read with numpy alone.
 
-The format (https://huggingface.co/docs/safetensors): u64 length of the header, the header as JSON (name -> dtype, shape,
-data_offsets), the data. Files come from outside: every byte is accounted for before a tensor is looked at.
+The format (https://huggingface.co/docs/safetensors): u64 length of the header, the header as JSON (name -> dtype,
+shape, data_offsets), the data. Files come from outside: every byte is accounted for before a tensor is looked at.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def _header(data: bytes, what: str) -> tuple[dict[str, Any], int]:
         raise AdapterError(f"{what}: {len(data)} bytes are no safetensors file; the length of its header alone has 8")
     length = int.from_bytes(data[:8], "little")
     if length > min(_MAX_HEADER_BYTES, len(data) - 8):
-        raise AdapterError(f"{what}: the header claims {length} bytes, the file has {len(data)}: it is truncated, or no "
-                           "safetensors file.\n  Copy it again.")
+        raise AdapterError(f"{what}: the header claims {length} bytes, the file has {len(data)}: it is truncated, or "
+                           "no safetensors file.\n  Copy it again.")
     try:
         header = json.loads(data[8 : 8 + length], object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError too

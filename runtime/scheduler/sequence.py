@@ -7,6 +7,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
+    from ..adapters.loaded import LoadedAdapter
     from ..kv import KvSequence, Probe
 
 
@@ -36,11 +37,13 @@ class Sequence:
     arrival        seconds on the scheduler's clock
     deadline       seconds on the scheduler's clock, after which nobody wants the answer
     prompt_logits  logits are wanted for every token of the prompt, so that none of it may come from the cache
+    adapter        its LoRA adapter, whose number stands in kv.key
 
     The scheduler alone changes:
     num_computed   tokens whose KV is written. It follows `Scheduler.advance`
     num_cached     how many of them the first admission found in the cache
     num_scored     tokens whose logits were given before a pause: they are not given again
+    slot           of the device that its adapter lies in while it runs; -1: it has none
     """
 
     request_id: str
@@ -51,10 +54,12 @@ class Sequence:
     arrival: float = 0.0
     deadline: float | None = None
     prompt_logits: bool = False
+    adapter: LoadedAdapter | None = None
     state: SequenceState = field(default=SequenceState.WAITING, init=False)
     num_computed: int = field(default=0, init=False)
     num_cached: int | None = field(default=None, init=False)
     num_scored: int = field(default=0, init=False)
+    slot: int = field(default=-1, init=False)
     # Place in the queue: (seconds, serial number). Never changes, so a paused sequence gets its old place back.
     rank: tuple[float, int] = field(default=(0.0, 0), init=False)
     # What it waits for: a prefix that another sequence is computing; and how often it began to wait.
