@@ -111,22 +111,27 @@ def post_many(server: Serve, count: int) -> tuple[list[threading.Thread], list[A
     return threads, answers
 
 
-def running(server: Serve) -> bool:
+def count(server: Serve, *metrics: str) -> float:
+    """The sum of metrics without labels."""
     with urllib.request.urlopen(f"http://{server.start['http']}/metrics", timeout=WAIT_S) as page:
-        text = page.read().decode()
-    return any(line.startswith("ingot_requests_running") and float(line.split()[-1]) > 0 for line in text.splitlines())
+        values = dict(line.split() for line in page.read().decode().splitlines() if line[0] != "#" and "{" not in line)
+    return sum(float(values[name]) for name in metrics)
 
 
 def until_running(server: Serve) -> None:
-    while not running(server):
+    while not count(server, "ingot_requests_running"):
+        threading.Event().wait(0.01)
+
+
+def until_all_have_come(server: Serve, number: int) -> None:
+    while count(server, "ingot_requests_running", "ingot_requests_waiting") < number:
         threading.Event().wait(0.01)
 
 
 def test_what_runs_is_finished_and_what_comes_is_refused(mock_path: Path) -> None:
     with serve(mock_path, "--http", "127.0.0.1:0") as server:
         threads, answers = post_many(server, 6)
-        until_running(server)
-        threading.Event().wait(0.3)  # all six have arrived
+        until_all_have_come(server, 6)
         server.signal(signal.SIGTERM)
         assert "draining" in server.lines.get(timeout=WAIT_S)
         with pytest.raises(urllib.error.HTTPError) as caught:
