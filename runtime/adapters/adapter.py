@@ -59,7 +59,7 @@ class Adapter:
             raise AdapterError(f"{source}: no folder; expected one with {CONFIG} and {WEIGHTS}")
         if not (path / WEIGHTS).exists() and (path / PICKLED).exists():
             raise AdapterError(f"{source}: has {PICKLED}, a pickle, which can run code and is not read; expected "
-                               f"{WEIGHTS}.\n  Save it again with PEFT: model.save_pretrained(folder, safe_serialization=True)")
+                               f"{WEIGHTS}.\n  Save it again: model.save_pretrained(folder, safe_serialization=True)")
         config, weights = _bytes(path / CONFIG, _MAX_CONFIG_BYTES), _bytes(path / WEIGHTS)
         found = hashlib.sha256(config)
         found.update(weights)

@@ -65,7 +65,7 @@ def parse_config(data: bytes, what: str) -> AdapterConfig:
     begins = config.get("init_lora_weights")
     if isinstance(begins, str) and begins.startswith(_CHANGES_BASE):
         raise AdapterError(f"{what}: init_lora_weights is {begins!r:.40}: this adapter goes with other weights than "
-                           "the model's own.\n  Save it with path_initial_model_for_weight_conversion, for a plain one.")
+                           "the model's own.\n  Saved with path_initial_model_for_weight_conversion it is a plain one.")
     targets = config.get("target_modules")
     if isinstance(targets, list) and not all(isinstance(each, str) for each in targets):
         raise AdapterError(f"{what}: target_modules: expected names, got {targets!r:.80}")

@@ -62,7 +62,8 @@ class LoadedAdapters:
             known = self._by_name.get(name)
         if known is not None and known.adapter.sha256 != adapter.sha256:
             raise AdapterExists(f"adapter {name!r} is loaded already, with another content "
-                                f"({known.adapter.sha256[:12]}; this one has {adapter.sha256[:12]}).\n  Unload it first, or take another name.")
+                                f"({known.adapter.sha256[:12]}; this one has {adapter.sha256[:12]}).\n"
+                                "  Unload it first, or take another name.")
         return known
 
     def unload(self, name: str) -> LoadedAdapter:

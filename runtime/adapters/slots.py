@@ -7,9 +7,11 @@ written, until somebody needs them: least recently used first. One thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
+    from ..executor.recorder import Recorder
+    from ..program import Program
     from ..scheduler import Sequence as Scheduled
     from .loaded import LoadedAdapter
 
@@ -24,8 +26,23 @@ class AdapterSlots:
         self._free = list(range(count))
         self._held: dict[int, int] = {}  # number of an adapter -> its slot, the least recently used first
 
+    @classmethod
+    def of(cls, program: Program, recorder: Recorder) -> Self | None:
+        """Those of a device; None if the engine has no room for adapters."""
+        if program.lora is None:
+            return None
+
+        def write(slot: int, adapter: LoadedAdapter) -> None:
+            program.write_adapter(slot, adapter.image)
+            recorder.adapter_writes += 1
+        return cls(program.lora.max_adapters, write)
+
+    def release(self) -> None:
+        """Lets go of the device. The last call."""
+        del self._write
+
     def hold(self, adapter: LoadedAdapter | None, running: Sequence[Scheduled]) -> int:
-        """The slot of a sequence that starts beside those that run, written if need be. There must be one (SlotTurns)."""
+        """The slot for a sequence that starts beside those that run, written if need be. Ask `may_start` before."""
         if adapter is None:
             return NO_SLOT
         slot = self._held.pop(adapter.number, None)

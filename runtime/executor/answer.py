@@ -16,6 +16,7 @@ from .request import FinishReason, Request, RequestOutput, TokenLogprobs
 from .stop_strings import StopStrings
 
 if TYPE_CHECKING:
+    from ..adapters.loaded import LoadedAdapter
     from ..guides import Guides
     from ..text_stream import TextStream
     from ..tokenizer import Tokenizer
@@ -33,6 +34,7 @@ class Running:
 
     request: Request
     sink: Sink
+    adapter: LoadedAdapter | None = None
     answers: list[Answer] = field(default_factory=list)
     num_open: int = 0
     admitted_at: float | None = None
@@ -58,14 +60,16 @@ class Answer(Sequence):
 
     def __init__(self, running: Running, index: int, sampling: SequenceSampling, end_token_ids: frozenset[int],
                  max_seq_len: int, stream: TextStream | None) -> None:
-        request, params = running.request, running.request.params
+        request, params, adapter = running.request, running.request.params, running.adapter
         tokens = list(request.prompt_token_ids)
         scored = params.prompt_logprobs is not None and index == 0
-        kv = KvSequence(tokens, CacheKey(request.cache_salt, request.lora), request.retention,
+        key = CacheKey(request.cache_salt, None if adapter is None else adapter.number)
+        kv = KvSequence(tokens, key, request.retention,
                         request.decode_priority, request.decode_duration_s)
         deadline = None if request.deadline_s is None else request.arrival + request.deadline_s
         Sequence.__init__(self, request.request_id, tokens, min(len(tokens) + params.max_tokens, max_seq_len), kv,
-                          priority=request.priority, arrival=request.arrival, deadline=deadline, prompt_logits=scored)
+                          priority=request.priority, arrival=request.arrival, deadline=deadline, prompt_logits=scored,
+                          adapter=adapter)
         self.num_prompt = len(tokens)
         self.running = running
         self.index = index
@@ -154,9 +158,9 @@ class Answer(Sequence):
 
 
 def make_answers(request: Request, sink: Sink, tokenizer: Tokenizer | None, model_end_ids: frozenset[int],
-                 max_seq_len: int, guides: Guides | None = None) -> Running:
+                 max_seq_len: int, guides: Guides | None = None, adapter: LoadedAdapter | None = None) -> Running:
     """The answers of a request, not yet known to the scheduler. Raises SamplingError, WorkFailed."""
-    running = Running(request, sink)
+    running = Running(request, sink, adapter)
     params, prompt = request.params.seeded(), request.prompt_token_ids
     ends = model_end_ids if not params.ignore_eos else frozenset()
     if params.stop_token_ids:

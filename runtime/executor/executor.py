@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+from ..adapters.loaded import LoadedAdapters
+from ..adapters.slots import AdapterSlots
 from ..errors import IngotError
 from ..guides import Guides
 from ..scheduler import Scheduler, SchedulerSettings
@@ -48,6 +50,8 @@ class ExecutorSettings:
 class Executor:
     """Every method may be called from any thread but not from a sink.
 
+    adapters  those that requests may name
+
     A sink gets the outputs of a step for all requests that were submitted with it, in one list. It is called on the
     executor's thread: what it does holds back the step after the next.
     """
@@ -58,11 +62,13 @@ class Executor:
         self.settings = settings
         self.kv = kv
         self.recorder = Recorder()
+        self.adapters = LoadedAdapters(program.lora)
+        self._slots = AdapterSlots.of(program, self.recorder)
         self._vocab_size = program.vocab_size
         self._tokenizer = tokenizer
         self._stop_token_ids = stop_token_ids
         self._guides = Guides(tokenizer, program.vocab_size, stop_token_ids) if tokenizer is not None else None
-        self._scheduler: Scheduler[Answer] = Scheduler(kv, settings.scheduler)
+        self._scheduler: Scheduler[Answer] = Scheduler(kv, settings.scheduler, slots=self._slots)
         self._loop = StepLoop(program, kv, self._scheduler, self.recorder, log)
         self._health: Health = "serving"
         self._error: EngineFailed | None = None
@@ -103,7 +109,7 @@ class Executor:
         """Lets a request wait for its turn. Its outputs come to `sink`, the last of each answer with a finish_reason.
 
         Raises QueueFull, Draining, EngineFailed, DuplicateRequest, PromptError, SamplingError, NeverFits,
-        InvalidPriority: then it is none.
+        InvalidPriority, UnknownAdapter: then it is none.
         """
         try:
             with self._changed:
@@ -114,12 +120,15 @@ class Executor:
             request.params.check_vocabulary(self._vocab_size)
             length = min(len(ids) + request.params.max_tokens, longest)
             self._scheduler.check(len(ids), length, request.priority)
-            running = make_answers(request, sink, self._tokenizer, self._stop_token_ids, longest, self._guides)
+            adapter = None if request.lora is None else self.adapters.get(request.lora)
+            running = make_answers(request, sink, self._tokenizer, self._stop_token_ids, longest, self._guides, adapter)
             with self._changed:
                 self._refuse(request)
                 self._new[request.request_id] = running
                 self._is_idle = False
                 self._changed.notify_all()
+            if request.lora is not None:
+                self.recorder.adapter_requests[request.lora] += 1
         except IngotError as error:
             self.recorder.requests_refused[type(error).__name__] += 1
             raise
@@ -207,6 +216,8 @@ class Executor:
             self._changed.notify_all()
         self._thread.join()
         self._loop.release()  # whatever still holds the executor holds no memory of the device
+        if self._slots is not None:
+            self._slots.release()
 
     def _command(self, command: Callable[[], object]) -> None:
         """Something to be done by the executor's thread, between two steps."""

@@ -52,6 +52,8 @@ class Recorder:
     queue_time          from arrival to the first admission
     step_phases         where the host's time of a step goes; "device": waiting for it
     guided_mask_wait    time that a step was held back by grammar masks
+    adapter_requests    those of requests_received that named a LoRA adapter, by its name
+    adapter_writes      how often a slot of the device was filled with an adapter
     The prefix cache counts for itself: executor.kv.stats.
     """
 
@@ -75,6 +77,8 @@ class Recorder:
                                  "device": Histogram(STEP_BOUNDS), "tokens": Histogram(STEP_BOUNDS),
                                  "outputs": Histogram(STEP_BOUNDS)})
     guided_mask_wait: Histogram = field(default_factory=lambda: Histogram(STEP_BOUNDS))
+    adapter_requests: Counter[str] = field(default_factory=Counter)
+    adapter_writes: int = 0
 
 
 def cache_use(num_prompt_tokens: int, num_cached_tokens: int, block_size: int) -> CacheUse:

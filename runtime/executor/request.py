@@ -61,7 +61,7 @@ class Request:
     cache_salt     only requests of the same salt share cached prefixes
     retention      how long and how firmly parts of the prompt stay in the KV cache
     decode_priority, decode_duration_s  the same for the answer
-    lora           number of the adapter whose KV this is; only requests with the same share prefixes
+    lora           name of a LoRA adapter; only requests with the same share prefixes
     wants_text     False: the client takes token ids. Tokens become text then only if stop strings are looked for
     arrival        time.monotonic() when the request came
     """
@@ -75,7 +75,7 @@ class Request:
     retention: tuple[RetentionRange, ...] = ()
     decode_priority: int = DEFAULT_PRIORITY
     decode_duration_s: float | None = None
-    lora: int | None = None
+    lora: str | None = None
     wants_text: bool = True
     arrival: float = field(default_factory=time.monotonic)
 
