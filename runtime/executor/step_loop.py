@@ -6,9 +6,6 @@
     loop.deliver()                 while it runs: the text and the outputs of the step before,
     loop.prepare()                 and the inputs of the next one, all but the tokens that are being computed
 
-With speculation a step verifies drafts too, and an answer may get several tokens from it; what comes next is prepared
-then only as far as nobody has a draft.
-
 One thread at a time. The end of an answer is known before the next launch, so that no row is computed in vain.
 """
 
@@ -21,7 +18,6 @@ from typing import TYPE_CHECKING
 
 from ..errors import IngotError
 from ..sampling_inputs import Score
-from ..speculation import Speculator
 from .answer import Answer, Running, Sink
 from .recorder import Recorder, cache_use
 from .request import FinishReason, RequestFailed, RequestOutput, TokenLogprobs
@@ -30,7 +26,7 @@ if TYPE_CHECKING:
     from ..kv import KvCache
     from ..program import Program
     from ..sampling_inputs import StepOutputs
-    from ..sampling_state import SamplingAhead, SequenceSampling
+    from ..sampling_state import SequenceSampling
     from ..scheduler import Scheduler, StepPlan
     from ..step import StepInputs
     from .request_log import RequestLog
@@ -58,13 +54,8 @@ class StepLoop:
         self._in_flight: StepPlan[Answer] | None = None
         self._prepared: StepPlan[Answer] | None = None
         self._prepared_at = 0  # the scheduler's version then
-        self._speculator: Speculator[Answer] | None = None
-        if scheduler.settings.speculative_tokens:
-            self._speculator = Speculator(_usable)
-        self._num_generating = 0  # tokens of the step in flight if all its sequences generate, else 0
-        self._launched_at = 0.0
         # What has come and is not delivered yet: tokens, and answers that ended without one.
-        self._tokens: list[tuple[Answer, list[int], list[TokenLogprobs] | None, bool]] = []  # the last: they end it
+        self._tokens: list[tuple[Answer, int, TokenLogprobs | None, bool]] = []  # the last: it ends the answer
         self._ended: list[Answer] = []
         self._step_at = 0.0
         self._step_before_at = 0.0
@@ -133,8 +124,6 @@ class StepLoop:
         outputs = self._program.wait()
         done = time.perf_counter()
         self._step_before_at, self._step_at = self._step_at, time.monotonic()
-        if self._speculator is not None and self._num_generating:
-            self._speculator.times.add(self._num_generating, done - self._launched_at)
         self._scheduler.advance(plan)
         self._take(plan, outputs)
         recorder = self._recorder
@@ -150,15 +139,15 @@ class StepLoop:
             if not num_logits:
                 continue
             end += num_logits
-            if answer.draft:
-                self._take_run(answer, tokens[end - num_logits : end], end - num_logits, outputs)
-                continue
             logprobs = _logprobs(answer, end - num_logits, end, outputs) if answer.wants_logprobs else None
             if answer.num_pending:  # a piece of a prompt whose tokens are scored
                 continue
             token = tokens[end - 1]
             if token < 0:
-                self._fail(answer)
+                finish(answer, publish=False)
+                self._end(answer, "error", RequestFailed(
+                    f"{answer.request_id}: no token can follow token {len(answer.tokens) - 1}: its logits are no "
+                    "numbers, or every token is banned.\n  Find the layer with: ingot compare"))
                 continue
             try:
                 ends = answer.take(token)
@@ -166,46 +155,9 @@ class StepLoop:
                 finish(answer)
                 self._end(answer, "error", error)
                 continue
-            taken.append((answer, [token], logprobs, ends))
+            taken.append((answer, token, logprobs, ends))
             if ends:
                 finish(answer)
-
-    def _take_run(self, answer: Answer, sampled: list[int], row: int, outputs: StepOutputs) -> None:
-        """sampled: what follows the last token, then each token of the draft; from row `row` of the outputs on.
-
-        What follows a token counts as long as the draft before it is what was chosen, and the answer has not ended.
-        """
-        draft, error, ends = answer.draft, None, False
-        taken: list[int] = []
-        for token, drafted in zip(sampled, [*draft, None], strict=True):
-            if token < 0:
-                break
-            try:
-                ends = answer.take(token)
-            except IngotError as found:
-                error = found
-                break
-            taken.append(token)
-            if ends or token != drafted:
-                break
-        if taken:
-            self._tokens.append((answer, taken, _run_logprobs(answer, row, len(taken), outputs), ends))
-        self._recorder.draft_tokens += len(draft)
-        self._recorder.accepted_draft_tokens += max(len(taken) - 1, 0)
-        self._scheduler.accept(answer)
-        if ends or error is not None:
-            self._scheduler.finish(answer)
-        if error is not None:
-            self._end(answer, "error", error)
-        elif len(taken) < len(sampled) and sampled[len(taken)] < 0 and (not taken or taken[-1] == draft[len(taken) - 1]):
-            self._fail(answer)
-
-    def _fail(self, answer: Answer) -> None:
-        """No token could be chosen."""
-        self._scheduler.finish(answer, publish=False)
-        self._end(answer, "error", RequestFailed(
-            f"{answer.request_id}: no token can follow token {len(answer.tokens) - 1}: its logits are no "
-            "numbers, or every token is banned.\n  Find the layer with: ingot compare"))
 
     def launch(self) -> bool:
         """Starts the next step; False if nothing can run."""
