@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING, Any, Self, overload
 
 import numpy as np
 
+from .adapters.adapter import Adapter
+from .adapters.loaded import LoadedAdapter, LoadedAdapters
+from .adapters.slots import AdapterSlots
 from .devices import load_program
 from .errors import RequestError, WorkFailed
 from .executor.answer import Answer, Running, make_answers
@@ -88,24 +91,31 @@ class Engine:
     tokenizer  None if the engine has none: prompts are then token ids
     program    the engine on its device
     limits     what it was built for
+    adapters   the LoRA adapters that prompts may be answered with
     """
 
-    def __init__(self, file: EngineFile, program: Program, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, file: EngineFile, program: Program, tokenizer: Tokenizer | None,
+                 speculative_tokens: int = 0) -> None:
         self.file = file
         self.program = program
         self.tokenizer = tokenizer
         self.limits = Limits.of(file.manifest)
         self.stop_token_ids = frozenset(read_config(file).get("eos_token_ids", ()))
         self.kv = KvCache(program.num_blocks, program.block_size, program.kv_windows,
-                          max_chunk=self.limits.max_num_tokens)
+                          max_chunk=self.limits.max_num_tokens, max_draft=speculative_tokens)
         self._guides = Guides(tokenizer, program.vocab_size, self.stop_token_ids) if tokenizer is not None else None
-        self._scheduler: Scheduler[Answer] = Scheduler(self.kv, SchedulerSettings.within(self.limits))
-        self._loop = StepLoop(program, self.kv, self._scheduler, Recorder())
+        self.adapters = LoadedAdapters(program.lora)
+        recorder = Recorder()
+        slots = AdapterSlots.of(program, recorder)
+        settings = SchedulerSettings.within(self.limits, speculative_tokens=speculative_tokens)
+        self._scheduler: Scheduler[Answer] = Scheduler(self.kv, settings, slots=slots)
+        self._loop = StepLoop(program, self.kv, self._scheduler, recorder)
         self._num_requests = 0
 
     @classmethod
     def load(cls, engine: str | os.PathLike[str], *, device: str | None = None, kv_cache_tokens: int | None = None,
-             num_workers: int | None = None, store: str | os.PathLike[str] | None = None) -> Self:
+             num_workers: int | None = None, store: str | os.PathLike[str] | None = None,
+             speculative_tokens: int = 0) -> Self:
         """Load an engine: a file, a name in the store, or the start of a hash.
 
         device           by default what it was built for; "emulator" runs an engine for GPUs on the CPU, very slowly
@@ -113,6 +123,7 @@ class Engine:
                          longest sequences, within half of the available memory, or 0.9 of a GPU's.
         num_workers      threads of a CPU engine; by default one a core that this process may use
         store            folder of the engine store; by default $INGOT_STORE, else engines/
+        speculative_tokens  drafted tokens that a step may verify for an answer; 0: none (docs/speculation.md)
         Raises RequestError (EngineFormatError, EngineMismatch, NoGpu) or WorkFailed. The tokenizer is read, and found
         malformed, when it is first needed: prompts of token ids, and the first short texts, do without it.
         """
@@ -120,7 +131,7 @@ class Engine:
         try:
             program = load_program(file, kv_cache_tokens, num_workers, device=device,
                                    most_kv_tokens=most_useful_tokens(file.manifest))
-            loaded = cls(file, program, Tokenizer.of(file, when_needed=True))
+            loaded = cls(file, program, Tokenizer.of(file, when_needed=True), speculative_tokens)
             return_free_memory()  # loading parses much JSON: what it leaves would stay for as long as the engine serves
             return loaded
         except BaseException:
@@ -142,25 +153,37 @@ class Engine:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def load_adapter(self, name: str, folder: str | os.PathLike[str], *, sha256: str | None = None) -> LoadedAdapter:
+        """A LoRA adapter that PEFT saved; from now on `lora=name` asks for it. sha256: what its content must have.
+
+        Raises AdapterError, AdapterExists.
+        """
+        return self.adapters.load(name, Adapter.read(folder, sha256))
+
+    def unload_adapter(self, name: str) -> None:
+        """Streams that use it go on. Raises UnknownAdapter."""
+        self.adapters.unload(name)
+
     @overload
     def generate(  # type: ignore[overload-overlap]  # a str is a sequence of str too
-        self, prompts: str | Sequence[int] | Sequence[Message], params: SamplingParams = ...
+        self, prompts: str | Sequence[int] | Sequence[Message], params: SamplingParams = ..., lora: str | None = ...
     ) -> Generation: ...
 
     @overload
     def generate(self, prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Sequence[Message]],
-                 params: SamplingParams = ...) -> list[Generation]: ...
+                 params: SamplingParams = ..., lora: str | None = ...) -> list[Generation]: ...
 
-    def generate(self, prompts: Any, params: SamplingParams = SamplingParams()) -> Any:  # noqa: B008 (immutable)
+    def generate(self, prompts: Any, params: SamplingParams = SamplingParams(),  # noqa: B008 (immutable)
+                 lora: str | None = None) -> Any:
         """Answer one prompt, or several that run as one batch in flight.
 
         A prompt is a text, a list of token ids, or a chat: a list of messages with role and content. The answers have
         the order of the prompts; with params.n above 1 a prompt has so many in a row, and one prompt gives a list too.
-        Raises PromptError, SamplingError, ChatTemplateError, NeverFits.
+        lora: name of a loaded adapter. Raises PromptError, SamplingError, ChatTemplateError, NeverFits, UnknownAdapter.
         """
         is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, np.integer, Mapping)))
         outputs: deque[RequestOutput] = deque()
-        requests = [self._request(prompt, params, outputs) for prompt in ([prompts] if is_one else prompts)]
+        requests = [self._request(prompt, params, outputs, lora) for prompt in ([prompts] if is_one else prompts)]
         try:
             for request in requests:
                 self._loop.add(request)
@@ -172,8 +195,8 @@ class Engine:
         answers = _generations(requests, outputs)
         return answers[0] if is_one and params.n == 1 else answers
 
-    def stream(self, prompt: Prompt,
-               params: SamplingParams = SamplingParams()) -> Generator[Piece, None, None]:  # noqa: B008 (immutable)
+    def stream(self, prompt: Prompt, params: SamplingParams = SamplingParams(),  # noqa: B008 (immutable)
+               lora: str | None = None) -> Generator[Piece, None, None]:
         """The answer to one prompt, token by token as they come. Wrong prompts raise at once, as in `generate`.
 
         Its KV blocks are given back when it has ended, or is closed before. params.n must be 1.
@@ -181,7 +204,7 @@ class Engine:
         if params.n != 1:
             raise RequestError(f"a stream is one answer, n is {params.n}; use generate for several")
         outputs: deque[RequestOutput] = deque()
-        return self._pieces(self._request(prompt, params, outputs), outputs)
+        return self._pieces(self._request(prompt, params, outputs, lora), outputs)
 
     def _pieces(self, request: Running, outputs: deque[RequestOutput]) -> Generator[Piece, None, None]:
         try:
@@ -192,8 +215,7 @@ class Engine:
                 output = outputs.popleft()
                 if output.error is not None:
                     raise output.error
-                logprobs = output.logprobs[0] if output.logprobs is not None else None
-                yield Piece(output.text, output.token_ids[0], output.finish_reason, logprobs)
+                yield from _pieces_of(output)
                 if output.finish_reason is not None:
                     return
         finally:
@@ -276,7 +298,8 @@ class Engine:
         check_prompt(checked, self.program.vocab_size, self.limits.max_seq_len)
         return checked
 
-    def _request(self, prompt: Prompt, params: SamplingParams, outputs: deque[RequestOutput]) -> Running:
+    def _request(self, prompt: Prompt, params: SamplingParams, outputs: deque[RequestOutput],
+                 lora: str | None) -> Running:
         """A request that was checked but not started; what it gives goes to `outputs`."""
         tokens = self.encode(prompt)
         longest = self.limits.max_seq_len
@@ -284,8 +307,18 @@ class Engine:
         params.check_vocabulary(self.program.vocab_size)
         self._scheduler.check(len(tokens), min(len(tokens) + params.max_tokens, longest))
         self._num_requests += 1
-        request = Request(f"request {self._num_requests}", tokens, params)
-        return make_answers(request, outputs.extend, self.tokenizer, self.stop_token_ids, longest, self._guides)
+        request = Request(f"request {self._num_requests}", tokens, params, lora=lora)
+        return make_answers(request, outputs.extend, self.tokenizer, self.stop_token_ids, longest, self._guides,
+                            None if lora is None else self.adapters.get(lora))
+
+
+def _pieces_of(output: RequestOutput) -> Iterator[Piece]:
+    """A piece a token; where a step gave several, their text comes with the last."""
+    logprobs = output.logprobs if output.logprobs is not None else [None] * len(output.token_ids)
+    *before, last = zip(output.token_ids, logprobs, strict=True)
+    for token, row in before:
+        yield Piece("", token, None, row)
+    yield Piece(output.text, last[0], output.finish_reason, last[1])
 
 
 def _generations(requests: list[Running], outputs: deque[RequestOutput]) -> list[Generation]:

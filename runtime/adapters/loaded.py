@@ -55,11 +55,11 @@ class LoadedAdapters:
         image = adapter.image(self.room)
         loaded = LoadedAdapter(name, next(_numbers), adapter.within(image, self.room), image)
         with self._lock:
-            return self._by_name.setdefault(name, loaded)
+            return self._same(name, adapter) or self._by_name.setdefault(name, loaded)
 
     def _same(self, name: str, adapter: Adapter) -> LoadedAdapter | None:
-        with self._lock:
-            known = self._by_name.get(name)
+        """The one that has the name already."""
+        known = self._by_name.get(name)
         if known is not None and known.adapter.sha256 != adapter.sha256:
             raise AdapterExists(f"adapter {name!r} is loaded already, with another content "
                                 f"({known.adapter.sha256[:12]}; this one has {adapter.sha256[:12]}).\n"
