@@ -46,6 +46,17 @@ class Matcher:
                              f"{_first_line(self.matcher.get_error())}")
         self.num_tokens += 1
 
+    def allowed(self, draft: Sequence[int]) -> int:
+        """How many first tokens of a draft may follow; nothing changes."""
+        return int(self.matcher.validate_tokens(list(draft)))
+
+    def ahead(self, tokens: Sequence[int]) -> Matcher:
+        """Where it would be behind `tokens`, of which all are allowed; a copy."""
+        matcher = Matcher(self.matcher.deep_copy())
+        matcher.matcher.consume_tokens(list(tokens))
+        matcher.num_tokens = self.num_tokens + len(tokens)
+        return matcher
+
     @property
     def is_done(self) -> bool:
         return bool(self.matcher.is_stopped())

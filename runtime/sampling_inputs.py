@@ -6,7 +6,7 @@ import ctypes
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from .sampling import MAX_BAD_WORDS, MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_STOPS
 
 if TYPE_CHECKING:
     from .guides import Matcher
-    from .sampling_state import SequenceSampling
+    from .sampling_state import SamplingAhead, SequenceSampling
 
 Int32Array = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 Float32Array = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
@@ -118,6 +118,10 @@ class Score:
     num_logprobs: int = 0
 
 
+Owner: TypeAlias = "SequenceSampling | SamplingAhead | Score | None"
+"""What decides about a row of logits."""
+
+
 class SamplingInputs:
     """What plugins/sampling reads: row i is about row i of the step's logits. Allocated once; pages of the long lists
     take memory only when they are used. counts: i32 [4], the number of rows first.
@@ -160,7 +164,7 @@ class SamplingInputs:
         # Single elements are written through these: a third of the time of a numpy assignment.
         self._history_ids = memoryview(self.history_ids)  # type: ignore[arg-type]
         self._history_counts = memoryview(self.history_counts)  # type: ignore[arg-type]
-        self._owners: list[SequenceSampling | Score | None] = [None] * max_rows
+        self._owners: list[Owner] = [None] * max_rows
         self._num_applied = [0] * max_rows  # of the owner's changes of its history
         self._bans: list[tuple[int, ...]] = [()] * max_rows
         self._num_masked = [-1] * max_rows  # tokens of the answer that the row's mask follows on
@@ -196,7 +200,7 @@ class SamplingInputs:
         """No row is sampled."""
         self._struct.num_rows = 0
 
-    def fill(self, rows: Sequence[SequenceSampling | Score | None]) -> None:
+    def fill(self, rows: Sequence[Owner]) -> None:
         """The rows of the next step: sampled, scored, or (None) only computed.
 
         Rows that hold the same sequence as when these inputs were last filled cost nothing, unless its history or its
@@ -217,7 +221,7 @@ class SamplingInputs:
                 self._stale.clear()
                 self.mask_wait_s = time.perf_counter() - begin
 
-    def _take(self, row: int, owner: SequenceSampling | Score | None) -> None:
+    def _take(self, row: int, owner: Owner) -> None:
         if row in self._changing:
             self._changing.remove(row)
         self._owners[row] = owner

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -64,6 +65,41 @@ class History:
         count = self._count_view[slot] = self._count_view[slot] + 1
         self.changes.append((slot, token, count))
 
+    def take_back(self, num_tokens: int, size: int) -> None:
+        """Forgets the tokens appended last; size: what it was before them."""
+        for slot, token, _ in self.changes[len(self.changes) - num_tokens :]:
+            self._count_view[slot] -= 1
+            if slot >= size:
+                self._slots.pop(token, None)
+        del self.changes[len(self.changes) - num_tokens :]
+        self.size = size
+
+    def copy(self) -> HistoryAhead:
+        return HistoryAhead(self.ids.copy(), self.counts.copy())
+
+
+class HistoryAhead:
+    """A History as it would be behind some tokens of a draft."""
+
+    changes: tuple[tuple[int, int, int], ...] = ()
+
+    def __init__(self, ids: Int32Array, counts: Int32Array) -> None:
+        self.ids = ids
+        self.counts = counts
+        self.size = len(ids)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class SamplingAhead:
+    """A SequenceSampling as it would be behind some tokens of a draft; of one step."""
+
+    record: bytes
+    history: HistoryAhead | None
+    biases: dict[int, float]
+    bans: tuple[int, ...]
+    guide: Matcher | None
+    may_change: bool = False
+
 
 class SequenceSampling:
     """One sequence that generates. `append` each token of its answer before the step that follows is filled.
@@ -115,11 +151,31 @@ class SequenceSampling:
         """A token of the answer. Raises WorkFailed if the guide cannot follow it."""
         if self.guide is not None:
             self.guide.advance(token)
+        self._note(token)
+
+    def _note(self, token: int) -> None:
         if self.history is not None:
             self.history.append(token)
         if self._longest or self._num_before_end > 0:
             self._num_before_end -= 1
             self._ban(token)
+
+    def ahead(self, draft: Sequence[int]) -> list[SequenceSampling | SamplingAhead]:
+        """What the choice behind each token of a draft depends on, if all before it are right. A guide allows them."""
+        if not self.may_change:
+            return [self] * len(draft)
+        history, size = self.history, self.history.size if self.history is not None else 0
+        before = self._num_before_end, self._tail, self.bans
+        self._tail = list(self._tail)
+        found: list[SequenceSampling | SamplingAhead] = []
+        for count, token in enumerate(draft, 1):
+            self._note(token)
+            found.append(SamplingAhead(self.record, history.copy() if history is not None else None, self.biases,
+                                       self.bans, None if self.guide is None else self.guide.ahead(draft[:count])))
+        if history is not None:
+            history.take_back(len(draft), size)
+        self._num_before_end, self._tail, self.bans = before
+        return found
 
     def _ban(self, token: int) -> None:
         bans = self._end_token_ids if self._num_before_end > 0 else ()

@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ..errors import RequestError
-from .engine_options import add_device_argument, add_engine_argument
+from .engine_options import add_device_argument, add_engine_argument, add_speculation_argument
 from .sampling_options import add_sampling_arguments, sampling_params
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_sampling_arguments(parser, max_tokens=1024)
     add_device_argument(parser)
     parser.add_argument("--num-workers", type=int, metavar="N", help="threads (default: physical cores)")
+    add_speculation_argument(parser)
     parser.add_argument("--kv-cache-tokens", type=int, metavar="N", help="room of the KV cache")
 
 
@@ -38,7 +39,8 @@ def run(arguments: argparse.Namespace) -> int:
     params = sampling_params(arguments)
     at_terminal = sys.stdin.isatty() and not arguments.json
     with Engine.load(arguments.engine, device=arguments.device, kv_cache_tokens=arguments.kv_cache_tokens,
-                     num_workers=arguments.num_workers, store=arguments.store) as engine:
+                     num_workers=arguments.num_workers, store=arguments.store,
+                     speculative_tokens=arguments.speculative_tokens) as engine:
         if engine.tokenizer is None or not engine.tokenizer.has_chat_template:
             raise RequestError(f"{arguments.engine} has no chat template.\n  `ingot generate` continues a text")
         begin = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]

@@ -33,6 +33,13 @@ def add_device_argument(parser: Any) -> None:
                         "for GPUs on the CPU, slowly (default: what the engine was built for)")
 
 
+def add_speculation_argument(parser: Any) -> None:
+    """--speculative-tokens, likewise."""
+    parser.add_argument("--speculative-tokens", type=int, default=0, metavar="K",
+                        help="draft up to K tokens an answer from what prompt and answer hold already, and verify them "
+                             "in one step (default 0: off)")
+
+
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     from ..scheduler import ChunkingPolicy, SchedulerPolicy
 
@@ -62,6 +69,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     host.add_argument("--host-cache-fraction", type=float, metavar="F", help="the same for the tier in host memory")
     host.add_argument("--host-kv-tokens", type=int, default=0, metavar="N", help="room of that tier (default 0: none)")
     group.add_argument("--no-prefix-reuse", action="store_true", help="compute every prompt as a whole")
+    add_speculation_argument(group)
     group.add_argument("--num-workers", type=int, metavar="N", help="threads of a CPU engine (default: physical cores)")
     group.add_argument("--log-requests", metavar="FILE", help="a line of JSON for each request; -: standard error")
 
@@ -78,6 +86,7 @@ def engine_options(arguments: argparse.Namespace) -> EngineOptions:
         max_seq_len=arguments.max_seq_len, max_queue_size=arguments.max_queue_size,
         kv_cache_tokens=arguments.kv_cache_tokens, kv_cache_fraction=arguments.kv_cache_fraction,
         host_kv_tokens=arguments.host_kv_tokens, host_cache_fraction=arguments.host_cache_fraction,
-        prefix_reuse=not arguments.no_prefix_reuse, num_workers=arguments.num_workers,
+        prefix_reuse=not arguments.no_prefix_reuse, speculative_tokens=arguments.speculative_tokens,
+        num_workers=arguments.num_workers,
         log_requests=arguments.log_requests, store=arguments.store,
         policy=LoadPolicy.of(arguments.require_hash, arguments.require_signature))

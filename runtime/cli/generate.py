@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import RequestError
 from .beside import Beside
-from .engine_options import add_device_argument, add_engine_argument, open_engine
+from .engine_options import add_device_argument, add_engine_argument, add_speculation_argument, open_engine
 from .output import print_json, size
 from .sampling_options import add_sampling_arguments, sampling_params
 
@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ignore-eos", action="store_true", help="do not end where the model ends")
     add_device_argument(parser)
     parser.add_argument("--num-workers", type=int, metavar="N", help="threads (default: physical cores)")
+    add_speculation_argument(parser)
     parser.add_argument("--kv-cache-tokens", type=int, metavar="N", help="room of the KV cache")
     parser.add_argument("--stats", action="store_true", help="print times, rates and memory to stderr")
 
@@ -50,7 +51,8 @@ def _run(arguments: argparse.Namespace) -> int:
     params = sampling_params(arguments, arguments.ignore_eos).seeded()
     begin = time.perf_counter()
     with Engine.load(arguments.engine, device=arguments.device, kv_cache_tokens=arguments.kv_cache_tokens,
-                     num_workers=arguments.num_workers, store=arguments.store) as engine:
+                     num_workers=arguments.num_workers, store=arguments.store,
+                     speculative_tokens=arguments.speculative_tokens) as engine:
         loaded = time.perf_counter()
         gc.enable()
         token_ids = beside.result() if beside is not None else None

@@ -48,7 +48,7 @@ class Answer(Sequence):
     end_token_ids    tokens that end it
     tracks_tokens    `sampling` must be told each token
     looks_for_stops  stop strings are looked for as soon as a token is there, before the next step; `text` is then what
-                     the newest token gives out
+                     the tokens since the last output give out
     prompt_logprobs  those that have been computed; given out with the first token
     finish_reason, matched_stop, error  how it ended; None until then
     first_token_at, last_token_at, longest_gap_s  of time.monotonic(), for the counters
@@ -103,7 +103,7 @@ class Answer(Sequence):
         elif len(tokens) >= self.max_len:
             self.finish_reason = "length"
         if self.looks_for_stops:
-            self.text = self._next_text(token)
+            self.text += self._next_text(token)
         return self.finish_reason is not None
 
     def rows(self, begin: int, end: int) -> list[SequenceSampling | Score]:
@@ -132,21 +132,26 @@ class Answer(Sequence):
             text += matcher.end()
         return text
 
-    def output(self, token: int, logprobs: TokenLogprobs | None, ends: bool) -> RequestOutput:
-        """What the newest token gives out. Call it once for each, in order. ends: the answer ends with it."""
+    def output(self, tokens: list[int], logprobs: list[TokenLogprobs] | None, ends: bool) -> RequestOutput:
+        """What the newest tokens, those of one step, give out. Once for each step. ends: they end the answer."""
         if self.looks_for_stops:
-            text = self.text
+            text, self.text = self.text, ""
         elif self._stream is None:
             text = ""
         else:
-            text = self._next_text(token) if ends else self._stream.add(token)
-        output = RequestOutput(self.request_id, self.index, [token], text, self.num_prompt, self.num_cached or 0,
-                               self.num_output, None if logprobs is None else [logprobs])
+            text = self._stream.add(tokens[0]) if not ends and len(tokens) == 1 else self._text_of(tokens, ends)
+        output = RequestOutput(self.request_id, self.index, tokens, text, self.num_prompt, self.num_cached or 0,
+                               self.num_output, logprobs)
         if ends:
             output.finish_reason, output.matched_stop = self.finish_reason, self.matched_stop
-        if self.num_output == 1:
+        if self.num_output == len(tokens):
             output.prompt_logprobs = self.prompt_logprobs
         return output
+
+    def _text_of(self, tokens: list[int], ends: bool) -> str:
+        assert self._stream is not None
+        text = "".join(map(self._stream.add, tokens[:-1]))
+        return text + (self._next_text(tokens[-1]) if ends else self._stream.add(tokens[-1]))
 
     def last_output(self) -> RequestOutput:
         """The end of an answer that ends without a token: cancelled, out of time, failed."""

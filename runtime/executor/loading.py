@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from ..devices import device_of, load_program
@@ -46,6 +46,7 @@ class EngineOptions:
     host_kv_tokens: int = 0
     host_cache_fraction: float | None = None
     prefix_reuse: bool = True
+    speculative_tokens: int = 0
     num_workers: int | None = None
     log_requests: str | None = None
     store: str | None = None
@@ -85,7 +86,8 @@ class LoadedEngine:
         options, manifest = self.options, self.file.manifest
         built = Limits.of(manifest)
         settings = SchedulerSettings.within(built, options.max_batch_size, options.max_num_tokens,
-                                            policy=options.scheduler_policy, chunking=options.context_chunking)
+                                            policy=options.scheduler_policy, chunking=options.context_chunking,
+                                            speculative_tokens=options.speculative_tokens)
         self.limits = Limits(settings.max_batch_size, settings.max_num_tokens, _max_seq_len(built, options.max_seq_len))
         if options.max_queue_size < 1:
             raise RequestError(f"--max-queue-size is {options.max_queue_size}; expected at least 1")
@@ -107,10 +109,13 @@ class LoadedEngine:
     def _empty_cache(self, program: Program, settings: SchedulerSettings) -> KvCache:
         return KvCache(program.num_blocks, program.block_size, program.kv_windows,
                        num_host_blocks=program.num_host_blocks, max_chunk=settings.max_num_tokens,
+                       max_draft=settings.speculative_tokens,
                        enable_reuse=self.options.prefix_reuse, events=EventBuffer())
 
     def _try_out(self, program: Program, settings: SchedulerSettings, extent: Extent) -> Trial:
-        """With a cache and an executor of its own, so that neither counters nor cached prefixes tell of it."""
+        """With a cache and an executor of its own, so that neither counters nor cached prefixes tell of it, and without
+        drafts: what the engine says is compared with what it said where it was built, a token a step."""
+        settings = replace(settings, speculative_tokens=0)
         kv, longest = self._empty_cache(program, settings), self.limits.max_seq_len
         executor = Executor(program, kv, ExecutorSettings(settings, longest, 2 * settings.max_batch_size))
         try:
@@ -150,6 +155,7 @@ class LoadedEngine:
             "max_seq_len": self.limits.max_seq_len,
             "max_queue_size": options.max_queue_size,
             "prefix_reuse": options.prefix_reuse,
+            "speculative_tokens": options.speculative_tokens,
             "kv_cache_tokens": stats.num_blocks // tables * stats.block_size,
             "kv_cache_bytes": stats.num_blocks // tables * stats.block_size * memory.get("kv_bytes_per_token", 0),
             "host_kv_tokens": stats.num_host_blocks // tables * stats.block_size,

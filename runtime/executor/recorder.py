@@ -49,6 +49,7 @@ class Recorder:
     requests_refused    by the name of the error: QueueFull, NeverFits, …
     time_to_first_token by how much of the prompt was cached: "hit": all but the last block, "partial", "miss": nothing
     inter_token_latency between two tokens of one answer
+    draft_tokens        tokens that were drafted and verified; accepted_draft_tokens: those that answers have got
     queue_time          from arrival to the first admission
     step_phases         where the host's time of a step goes; "device": waiting for it
     guided_mask_wait    time that a step was held back by grammar masks
@@ -65,6 +66,8 @@ class Recorder:
     cached_prompt_tokens: int = 0
     generated_tokens: int = 0
     computed_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
     steps: int = 0
     time_to_first_token: dict[CacheUse, Histogram] = field(
         default_factory=lambda: {"hit": Histogram(FIRST_TOKEN_BOUNDS), "partial": Histogram(FIRST_TOKEN_BOUNDS),

@@ -6,6 +6,9 @@
     loop.deliver()                 while it runs: the text and the outputs of the step before,
     loop.prepare()                 and the inputs of the next one, all but the tokens that are being computed
 
+With speculation a step verifies drafts too, and an answer may get several tokens from it; what comes next is prepared
+then only as far as nobody has a draft.
+
 One thread at a time. The end of an answer is known before the next launch, so that no row is computed in vain.
 """
 
@@ -18,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import IngotError
 from ..sampling_inputs import Score
+from ..speculation import Speculator
 from .answer import Answer, Running, Sink
 from .recorder import Recorder, cache_use
 from .request import FinishReason, RequestFailed, RequestOutput, TokenLogprobs
@@ -26,7 +30,7 @@ if TYPE_CHECKING:
     from ..kv import KvCache
     from ..program import Program
     from ..sampling_inputs import StepOutputs
-    from ..sampling_state import SequenceSampling
+    from ..sampling_state import SamplingAhead, SequenceSampling
     from ..scheduler import Scheduler, StepPlan
     from ..step import StepInputs
     from .request_log import RequestLog
@@ -54,8 +58,13 @@ class StepLoop:
         self._in_flight: StepPlan[Answer] | None = None
         self._prepared: StepPlan[Answer] | None = None
         self._prepared_at = 0  # the scheduler's version then
+        self._speculator: Speculator[Answer] | None = None
+        if scheduler.settings.speculative_tokens:
+            self._speculator = Speculator(_usable)
+        self._num_generating = 0  # tokens of the step in flight if all its sequences generate, else 0
+        self._launched_at = 0.0
         # What has come and is not delivered yet: tokens, and answers that ended without one.
-        self._tokens: list[tuple[Answer, int, TokenLogprobs | None, bool]] = []  # the last: it ends the answer
+        self._tokens: list[tuple[Answer, list[int], list[TokenLogprobs] | None, bool]] = []  # the last: they end it
         self._ended: list[Answer] = []
         self._step_at = 0.0
         self._step_before_at = 0.0
@@ -124,6 +133,8 @@ class StepLoop:
         outputs = self._program.wait()
         done = time.perf_counter()
         self._step_before_at, self._step_at = self._step_at, time.monotonic()
+        if self._speculator is not None and self._num_generating:
+            self._speculator.times.add(self._num_generating, done - self._launched_at)
         self._scheduler.advance(plan)
         self._take(plan, outputs)
         recorder = self._recorder
@@ -139,15 +150,15 @@ class StepLoop:
             if not num_logits:
                 continue
             end += num_logits
+            if answer.draft:
+                self._take_run(answer, tokens[end - num_logits : end], end - num_logits, outputs)
+                continue
             logprobs = _logprobs(answer, end - num_logits, end, outputs) if answer.wants_logprobs else None
             if answer.num_pending:  # a piece of a prompt whose tokens are scored
                 continue
             token = tokens[end - 1]
             if token < 0:
-                finish(answer, publish=False)
-                self._end(answer, "error", RequestFailed(
-                    f"{answer.request_id}: no token can follow token {len(answer.tokens) - 1}: its logits are no "
-                    "numbers, or every token is banned.\n  Find the layer with: ingot compare"))
+                self._fail(answer)
                 continue
             try:
                 ends = answer.take(token)
@@ -155,9 +166,49 @@ class StepLoop:
                 finish(answer)
                 self._end(answer, "error", error)
                 continue
-            taken.append((answer, token, logprobs, ends))
+            taken.append((answer, [token], logprobs, ends))
             if ends:
                 finish(answer)
+
+    def _take_run(self, answer: Answer, sampled: list[int], row: int, outputs: StepOutputs) -> None:
+        """sampled: what follows the last token, then each token of the draft; from row `row` of the outputs on.
+
+        What follows a token counts as long as the draft before it is what was chosen, and the answer has not ended.
+        """
+        draft, taken = answer.draft, list[int]()
+        error: IngotError | None = None
+        ends = is_failed = False
+        for token, drafted in zip(sampled, [*draft, None], strict=True):
+            if is_failed := token < 0:
+                break
+            try:
+                ends = answer.take(token)
+            except IngotError as found:
+                error = found
+                break
+            taken.append(token)
+            if ends or token != drafted:
+                break
+        if taken:
+            logprobs = _run_logprobs(answer, row, len(taken), outputs) if answer.wants_logprobs else None
+            self._tokens.append((answer, taken, logprobs, ends))
+        self._recorder.draft_tokens += len(draft)
+        self._recorder.accepted_draft_tokens += max(len(taken) - 1, 0)
+        if is_failed:
+            self._fail(answer)
+            return
+        self._scheduler.accept(answer)
+        if ends or error is not None:
+            self._scheduler.finish(answer)
+        if error is not None:
+            self._end(answer, "error", error)
+
+    def _fail(self, answer: Answer) -> None:
+        """No token could be chosen."""
+        self._scheduler.finish(answer, publish=False)
+        self._end(answer, "error", RequestFailed(
+            f"{answer.request_id}: no token can follow token {len(answer.tokens) - 1}: its logits are no "
+            "numbers, or every token is banned.\n  Find the layer with: ingot compare"))
 
     def launch(self) -> bool:
         """Starts the next step; False if nothing can run."""
@@ -166,11 +217,17 @@ class StepLoop:
         plan = self._prepared
         self._prepared = None
         if plan is not None and self._scheduler.version == self._prepared_at:
-            inputs.token_ids[: inputs.num_tokens] = [entry[0].tokens[-1] for entry in plan.entries]
             planned = begin
+            if self._draft(plan):
+                planned = time.perf_counter()
+                self._fill(plan, inputs)
+            else:
+                inputs.token_ids[: inputs.num_tokens] = [entry[0].tokens[-1] for entry in plan.entries]
         else:
             plan = self._scheduler.plan()
             self._note(plan)
+            if plan.entries:
+                self._draft(plan)
             planned = time.perf_counter()
             if not plan.entries:
                 return False
@@ -183,12 +240,23 @@ class StepLoop:
             self._program.copy_blocks(copies)
         self._program.launch(inputs)
         self._in_flight = plan
+        self._launched_at = begin
         self._buffer = 1 - self._buffer
         phases = self._recorder.step_phases
         phases["schedule"].observe(planned - begin)
         phases["inputs"].observe(time.perf_counter() - planned)
         self._recorder.computed_tokens += inputs.num_tokens
         return True
+
+    def _draft(self, plan: StepPlan[Answer]) -> bool:
+        """Whether the plan has drafts now, for which its inputs must be made anew."""
+        speculator = self._speculator
+        if speculator is None:
+            return False
+        has_drafts = self._scheduler.draft(plan, speculator.choose)
+        generates = all(count == 1 + len(answer.draft) and rows == count for answer, count, rows in plan.entries)
+        self._num_generating = sum(count for _, count, _ in plan.entries) if generates else 0
+        return has_drafts
 
     def _note(self, plan: StepPlan[Answer]) -> None:
         """Who came and went by the scheduler's decision."""
@@ -211,8 +279,8 @@ class StepLoop:
         inputs.clear()
         for answer, count, num_logits in plan.entries:
             begin = answer.num_computed
-            inputs.add(answer.tokens[begin : begin + count], begin, answer.kv.tables, num_logits, answer.key,
-                       answer.slot)
+            tokens = answer.tokens[begin : begin + count] + answer.draft
+            inputs.add(tokens, begin, answer.kv.tables, num_logits, answer.key, answer.slot)
 
     def prepare(self) -> None:
         """The step behind the one in flight, as it will be unless something happens."""
@@ -241,8 +309,12 @@ class StepLoop:
         num_steady = 0
         batches: dict[Sink, list[RequestOutput]] = {}
         sink, outputs = None, []
-        for answer, token, logprobs, ends in self._tokens:
-            if answer.last_token_at == before:
+        num_tokens = 0
+        for answer, tokens, logprobs, ends in self._tokens:
+            num_tokens += len(tokens)
+            if len(tokens) > 1:
+                self._note_run(answer, len(tokens), now)
+            elif answer.last_token_at == before:
                 num_steady += 1
                 if now - before > answer.longest_gap_s:
                     answer.longest_gap_s = now - before
@@ -252,7 +324,7 @@ class StepLoop:
             if answer.running.sink is not sink:
                 sink = answer.running.sink
                 outputs = batches.setdefault(sink, [])
-            outputs.append(answer.output(token, logprobs, ends))
+            outputs.append(answer.output(tokens, logprobs, ends))
             if ends:
                 self._close(answer)
         for answer in self._ended:
@@ -260,13 +332,23 @@ class StepLoop:
             self._close(answer)
         if num_steady:
             recorder.inter_token_latency.observe(now - before, num_steady)
-        recorder.generated_tokens += len(self._tokens)
+        recorder.generated_tokens += num_tokens
         self._tokens.clear()
         self._ended.clear()
         for sink, outputs in batches.items():
             sink(outputs)
         recorder.step_phases["outputs"].observe(time.perf_counter() - begin)
         return True
+
+    def _note_run(self, answer: Answer, count: int, now: float) -> None:
+        """Of tokens that came together: each is given its part of the time since the token before them."""
+        if answer.first_token_at is None:
+            self._note_time(answer, now)
+            self._recorder.inter_token_latency.observe(0.0, count - 1)
+            return
+        gap = now - answer.last_token_at
+        self._recorder.inter_token_latency.observe(gap / count, count)
+        answer.longest_gap_s = max(answer.longest_gap_s, gap)
 
     def _note_time(self, answer: Answer, now: float) -> None:
         """Of a token that does not follow on one of the step before."""
@@ -299,11 +381,22 @@ class StepLoop:
             self._log.write(running, now)
 
 
-def _rows(plan: StepPlan[Answer]) -> list[SequenceSampling | Score | None]:
+def _usable(answer: Answer, draft: list[int]) -> int:
+    """How many first tokens of a draft the answer could have: none that ends it, none that its guide forbids."""
+    ends, guide, count = answer.end_token_ids, answer.sampling.guide, len(draft)
+    if ends:
+        count = next((place for place, token in enumerate(draft) if token in ends), count)
+    return count if guide is None else guide.allowed(draft[:count])
+
+
+def _rows(plan: StepPlan[Answer]) -> list[SequenceSampling | SamplingAhead | Score | None]:
     """What is to be done with each row of logits."""
-    rows: list[SequenceSampling | Score | None] = []
+    rows: list[SequenceSampling | SamplingAhead | Score | None] = []
     for answer, count, num_logits in plan.entries:
-        if num_logits == 1 and not answer.prompt_logits:
+        if answer.draft:
+            rows.append(answer.sampling)
+            rows += answer.sampling.ahead(answer.draft)
+        elif num_logits == 1 and not answer.prompt_logits:
             rows.append(answer.sampling)
         elif num_logits:
             end = answer.num_computed + count
@@ -311,14 +404,20 @@ def _rows(plan: StepPlan[Answer]) -> list[SequenceSampling | Score | None]:
     return rows
 
 
-def _logprobs(answer: Answer, begin: int, end: int, outputs: StepOutputs) -> TokenLogprobs | None:
+def _run_logprobs(answer: Answer, row: int, count: int, outputs: StepOutputs) -> list[TokenLogprobs] | None:
+    """Of the tokens that a step with a draft has given: from `row` on."""
+    wanted = answer.running.request.params.logprobs
+    return None if wanted is None else [_row(outputs, place, wanted) for place in range(row, row + count)]
+
+
+def _logprobs(answer: Answer, begin: int, end: int, outputs: StepOutputs) -> list[TokenLogprobs] | None:
     """Of rows begin to end: those of the prompt's tokens are kept, that of the answer's is returned."""
     params = answer.running.request.params
     if not answer.num_pending:
         end -= 1
     if answer.prompt_logprobs is not None and params.prompt_logprobs is not None:
         answer.prompt_logprobs += [_row(outputs, row, params.prompt_logprobs) for row in range(begin, end)]
-    return None if answer.num_pending or params.logprobs is None else _row(outputs, end, params.logprobs)
+    return None if answer.num_pending or params.logprobs is None else [_row(outputs, end, params.logprobs)]
 
 
 def _row(outputs: StepOutputs, row: int, count: int) -> TokenLogprobs:

@@ -33,14 +33,17 @@ class KvCache:
 
     def __init__(self, num_blocks: int, block_size: int, windows: Sequence[int | None] = (None,), *,
                  num_host_blocks: int = 0, enable_reuse: bool = True, enable_partial_reuse: bool = True,
-                 max_chunk: int | None = None, clock: Callable[[], float] = time.monotonic,
+                 max_chunk: int | None = None, max_draft: int = 0, clock: Callable[[], float] = time.monotonic,
                  events: EventBuffer | None = None) -> None:
-        """max_chunk: the most tokens of one sequence in a step (None: any number); what windows save depends on it."""
+        """max_chunk: the most tokens of one sequence in a step (None: any number); what windows save depends on it.
+        max_draft: how many of them may lie behind the sequence's own, drafted, while it generates.
+        """
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
         self.block_size = block_size
         self.windows = tuple(windows)
         self.max_chunk = max_chunk
+        self.max_draft = max_draft
         self.enable_reuse = enable_reuse
         self.enable_partial_reuse = enable_partial_reuse
         self.events = events
@@ -74,10 +77,17 @@ class KvCache:
 
         max_chunk: tokens of it in one step; by default the cache's.
         """
-        chunk = self.max_chunk if max_chunk is None else max_chunk
+        chunk = self._widest(self.max_chunk if max_chunk is None else max_chunk)
         return sum(
             len(group.tables) * group.blocks_at_once(num_tokens, chunk, self.block_size) for group in self.groups
         )
+
+    def _widest(self, max_chunk: int | None) -> int | None:
+        """The chunk that takes as many blocks of a window as prompts in chunks of max_chunk do, and generation."""
+        if max_chunk is None or not self.max_draft:
+            return max_chunk
+        # A window gives its blocks up when a block is full; the draft lies behind whatever the last one holds by then.
+        return max(max_chunk, self.block_size + self.max_draft)
 
     def held(self, num_tokens: int) -> int:
         """Blocks over all tables with what the query behind so many tokens of a sequence sees."""
@@ -173,7 +183,7 @@ class KvCache:
             first = group.first_needed(num_computed, self.block_size)
             self._publisher.leave_window(seq, group, first)
         if seq.claims and num_computed >= seq.num_known:
-            # From now on a step computes one token.
+            # From now on a step computes one token, and a draft.
             claims = self._claims(seq.max_blocks * self.block_size, 1)
             self.num_promised += claims - seq.claims
             seq.claims = claims
@@ -221,8 +231,9 @@ class KvCache:
 
     def _claims(self, num_tokens: int, max_chunk: int | None) -> int:
         """Blocks that a sequence may hold at once in its tables with a window."""
+        chunk = self._widest(max_chunk)
         return sum(
-            len(group.tables) * group.blocks_at_once(num_tokens, max_chunk, self.block_size) for group in self._windowed
+            len(group.tables) * group.blocks_at_once(num_tokens, chunk, self.block_size) for group in self._windowed
         )
 
     def _room(self, seq: KvSequence, match: Match | None, num_known: int, num_new: int, reserve_tokens: int,

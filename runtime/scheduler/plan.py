@@ -11,7 +11,7 @@ class StepPlan(Generic[S]):
     """Decided by Scheduler.plan or plan_steady; the caller launches it, waits, and hands it to Scheduler.advance.
 
     entries   (sequence, how many of its pending tokens, rows of logits counted from the end of these); empty when
-              nothing can run. The very same list as in the plan before if the batch has not changed
+              nothing can run. A sequence with a draft computes its last token and the draft, each with a row
     admitted  sequences that start with this step, or go on after a pause
     paused    sequences whose blocks others needed; they will be admitted again
     expired   sequences whose deadline has passed. They are finished; their blocks are free

@@ -3,6 +3,9 @@
     plan = scheduler.plan()
     program.copy_blocks(kv.take_copies()); program.launch(...); program.wait()
     scheduler.advance(plan)                  then append a token to, or finish, each sequence that has none pending
+
+With speculation (docs/speculation.md) scheduler.draft(plan, choose) adds drafts to a plan before it is launched, and
+scheduler.accept(sequence) follows when the tokens are appended that the step has confirmed.
 """
 
 from __future__ import annotations
@@ -24,6 +27,10 @@ if TYPE_CHECKING:
     from ..kv import KvCache
 
 RUNNING = SequenceState.RUNNING
+
+Choose = Callable[[list[S], list[int], int, int], dict[S, list[int]]]
+"""(sequences that generate, the most tokens that may be drafted for each, for all together, tokens that the step has
+without them) -> the drafts of those that get one."""
 
 
 class Scheduler(Generic[S]):
@@ -160,7 +167,7 @@ class Scheduler(Generic[S]):
         for sequence in running:
             # Once the step in flight is done: all tokens there are now are computed, and there is one more.
             computed = len(sequence.tokens)
-            if computed - sequence.num_computed != 1:
+            if computed - sequence.num_computed != 1 or sequence.draft:
                 return None
             if computed + 1 >= sequence.max_len:
                 ending.append(sequence)
@@ -178,10 +185,57 @@ class Scheduler(Generic[S]):
         block_size, advance = self._kv.block_size, self._kv.advance
         for sequence, count, _ in plan.entries:
             if sequence.state is RUNNING:
-                computed = sequence.num_computed = sequence.num_computed + count
+                computed = sequence.num_computed + count
+                if sequence.draft:  # `accept` counts what is confirmed of it
+                    computed = len(sequence.tokens)
+                sequence.num_computed = computed
                 # One token more matters to the cache only when it fills a block.
                 if count > 1 or computed % block_size == 0:
                     advance(sequence.kv, computed)
+
+    def draft(self, plan: StepPlan[S], choose: Choose[S]) -> bool:
+        """Gives drafts to sequences of the plan that generate, from what the step has left over; whether there are any.
+
+        To be called when all tokens of the sequences are known. Nobody is paused for a draft, no prompt gets less, and
+        no sequence more KV blocks than it may have at its end.
+        """
+        settings = self.settings
+        num_tokens = sum(count for _, count, _ in plan.entries)
+        num_rows = sum(rows for *_, rows in plan.entries)
+        room = min(settings.max_num_tokens - num_tokens, settings.max_batch_size - num_rows)
+        generating = [sequence for sequence, count, rows in plan.entries
+                      if count == 1 and rows and len(sequence.tokens) - sequence.num_computed == 1]
+        if room <= 0 or not generating:
+            return False
+        most = settings.speculative_tokens
+        limits = [min(most, sequence.max_len - 1 - len(sequence.tokens)) for sequence in generating]
+        drafts = choose(generating, limits, room, num_tokens)
+        if not drafts:
+            return False
+        for sequence, draft in drafts.items():
+            sequence.draft = draft[: self._room_for_draft(sequence, len(draft))]
+        plan.entries = [(sequence, count + len(sequence.draft), rows + len(sequence.draft))
+                        for sequence, count, rows in plan.entries]
+        return any(sequence.draft for sequence in drafts)
+
+    def _room_for_draft(self, sequence: S, count: int) -> int:
+        """How many of so many tokens behind a sequence's own its KV blocks have room for; it may get more."""
+        kv, end = self._kv, len(sequence.tokens)
+        missing = -(-(end + count - sequence.kv.capacity) // kv.block_size)
+        if missing > 0:
+            # The others come first: where nothing is reserved, a block for each of them must be left.
+            spare = len(self._running) if self.settings.policy is SchedulerPolicy.MAX_UTILIZATION else 0
+            if spare and kv.num_available < (missing + spare) * len(kv.windows):
+                return min(count, sequence.kv.capacity - end)
+            kv.grow(sequence.kv, end + count)
+        return count
+
+    def accept(self, sequence: S) -> None:
+        """The tokens are appended that the step has given to a sequence with a draft: all but the last are computed."""
+        sequence.draft = []
+        if sequence.state is RUNNING:
+            sequence.num_computed = len(sequence.tokens) - 1
+            self._kv.advance(sequence.kv, sequence.num_computed)
 
     def _divide(self, contexts: list[S], num_generating: int) -> list[int]:
         """Generation goes first: each of its tokens is one that somebody waits for."""

@@ -44,6 +44,7 @@ class Sequence:
     num_cached     how many of them the first admission found in the cache
     num_scored     tokens whose logits were given before a pause: they are not given again
     slot           of the device that its adapter lies in while it runs; -1: it has none
+    draft          tokens that a drafter expects behind `tokens`: the planned step verifies them
     """
 
     request_id: str
@@ -60,6 +61,7 @@ class Sequence:
     num_cached: int | None = field(default=None, init=False)
     num_scored: int = field(default=0, init=False)
     slot: int = field(default=-1, init=False)
+    draft: list[int] = field(default_factory=list, init=False)
     # Place in the queue: (seconds, serial number). Never changes, so a paused sequence gets its old place back.
     rank: tuple[float, int] = field(default=(0.0, 0), init=False)
     # What it waits for: a prefix that another sequence is computing; and how often it began to wait.

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from ..program import Limits
 
 
+MAX_SPECULATIVE_TOKENS = 64
+
+
 class SettingsError(RequestError):
     """An option of the scheduler that it or the engine cannot have."""
 
@@ -35,10 +38,11 @@ class ChunkingPolicy(Enum):
 class SchedulerSettings:
     """Limits of a step and the rules by which it is filled.
 
-    max_batch_size   sequences that run at once, and rows of logits in a step
-    max_num_tokens   tokens in a step
-    ageing_s         one level of priority is worth a head start of so many seconds in the queue
-    wait_for_prefix  a sequence waits while another one computes what both begin with
+    max_batch_size      sequences that run at once, and rows of logits in a step
+    max_num_tokens      tokens in a step
+    ageing_s            one level of priority is worth a head start of so many seconds in the queue
+    wait_for_prefix     a sequence waits while another one computes what both begin with
+    speculative_tokens  drafted tokens that a step may verify for a sequence, at most; 0: none (docs/speculation.md)
     """
 
     max_batch_size: int
@@ -47,6 +51,7 @@ class SchedulerSettings:
     chunking: ChunkingPolicy = ChunkingPolicy.FIRST_COME_FIRST_SERVED
     ageing_s: float = 1.0
     wait_for_prefix: bool = True
+    speculative_tokens: int = 0
 
     def __post_init__(self) -> None:
         for name in ("max_batch_size", "max_num_tokens"):
@@ -56,12 +61,24 @@ class SchedulerSettings:
         if self.max_num_tokens < self.max_batch_size:
             raise SettingsError(f"max_num_tokens {self.max_num_tokens} is below max_batch_size {self.max_batch_size}: "
                                 f"each sequence that generates takes one token of every step")
+        self._check_speculation()
         for name, kind in (("policy", SchedulerPolicy), ("chunking", ChunkingPolicy)):
             if not isinstance(getattr(self, name), kind):
                 raise SettingsError(f"{name} must be one of {', '.join(kind.__members__)}, not {getattr(self, name)!r}")
         if not 0 < self.ageing_s < float("inf"):
             raise SettingsError(f"ageing_s must be a finite number of seconds above 0, not {self.ageing_s!r}: without "
                                 f"ageing a stream of urgent requests would keep the others waiting for ever")
+
+    def _check_speculation(self) -> None:
+        count = self.speculative_tokens
+        if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= MAX_SPECULATIVE_TOKENS:
+            raise SettingsError(f"speculative_tokens must be a whole number of 0 to {MAX_SPECULATIVE_TOKENS}, not "
+                                f"{count!r}")
+        if count and self.max_batch_size == 1:
+            raise SettingsError(f"speculative_tokens is {count}, but max_batch_size is 1: each drafted token needs a "
+                                "row of logits of its own, and a step has one.\n"
+                                f"  Raise max_batch_size (ingot build --max-batch-size {count + 1}), or leave "
+                                "speculation out.")
 
     @classmethod
     def within(cls, limits: Limits, max_batch_size: int | None = None, max_num_tokens: int | None = None,

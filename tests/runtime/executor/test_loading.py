@@ -24,6 +24,7 @@ def test_the_engines_own_limits(mock_path: Path) -> None:
         assert engine.facts() == {
             "scheduler_policy": "GUARANTEED_NO_EVICT", "context_chunking": "FIRST_COME_FIRST_SERVED",
             "max_batch_size": 4, "max_num_tokens": 16, "max_seq_len": 48, "max_queue_size": 512, "prefix_reuse": True,
+                "speculative_tokens": 0,
             "kv_cache_tokens": 100, "kv_cache_bytes": 100 * engine.file.manifest["memory"]["kv_bytes_per_token"],
             "host_kv_tokens": 0, "host_kv_bytes": 0, "guaranteed_requests": 2}
         assert engine.vocab_size == 258 and engine.tokenizer is not None

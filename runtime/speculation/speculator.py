@@ -1,0 +1,116 @@
+"""Which sequences of a step get a draft, and how long: whatever gives most tokens a second by what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic
+
+from ..scheduler.sequence import S
+from .acceptance import Acceptance
+from .drafter import Drafter
+from .ngram import NgramDrafter
+from .step_times import StepTimes, estimate
+
+# A gain below this is within what measurements err by.
+_LEAST_GAIN = 1.02
+# So many steps in a row whose drafts were not worth their time; then nobody looks for any in some steps.
+_MAX_DECLINED = 8
+
+
+class _State:
+    """Of one sequence."""
+
+    __slots__ = ("acceptance", "drafter")
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.acceptance = Acceptance()
+
+
+class Speculator(Generic[S]):
+    """Makes and weighs drafts for the sequences of one engine. One thread at a time.
+
+    times  of steps in which all sequences generate; the caller adds them
+    """
+
+    def __init__(self, usable: Callable[[S, list[int]], int],
+                 make_drafter: Callable[[], Drafter] = NgramDrafter) -> None:
+        """usable: how many first tokens of a draft its sequence could have at all (no end, nothing that a guide
+        forbids). make_drafter: one for each sequence."""
+        self.times = StepTimes()
+        self._usable = usable
+        self._make_drafter = make_drafter
+        self._states: dict[S, _State] = {}
+        self._num_declined = 0
+        self._num_skipped = 0
+
+    def choose(self, sequences: list[S], limits: list[int], room: int, num_tokens: int) -> dict[S, list[int]]:
+        """The drafts that are worth verifying, see Scheduler.draft.
+
+        limits: tokens of a draft, for each sequence; room: for all; num_tokens: of the step without drafts.
+        """
+        if self._num_declined >= _MAX_DECLINED and self._num_skipped < len(sequences) // 4:
+            self._num_skipped += 1
+            return {}
+        self._num_skipped = 0
+        states = self._states
+        self._states = {sequence: states.get(sequence) or _State(self._make_drafter()) for sequence in sequences}
+        drafts = {}
+        for (sequence, state), limit in zip(self._states.items(), limits, strict=True):
+            if draft := self._propose(sequence, state, limit):
+                drafts[sequence] = draft
+        if not drafts:
+            return {}
+        if num_tokens > len(sequences):
+            # Prompts are in this step: the next larger token bucket could cost more than all drafts are worth.
+            room = min(room, (1 << (num_tokens - 1).bit_length()) - num_tokens)
+        counts = self._worth(drafts, len(sequences), room)
+        self._num_declined = 0 if counts else self._num_declined + 1
+        return self._watch(drafts, counts)
+
+    def _propose(self, sequence: S, state: _State, limit: int) -> list[int]:
+        acceptance = state.acceptance
+        if acceptance.waits and (right := acceptance.compare(sequence.tokens)) is not None:
+            state.drafter.accepted(right)
+        if limit <= 0:
+            return []
+        draft = state.drafter.propose(sequence.tokens, limit)
+        return draft and draft[: self._usable(sequence, draft)]
+
+    def _worth(self, drafts: dict[S, list[int]], num_sequences: int, room: int) -> dict[S, int]:
+        """How many tokens of each draft make the most tokens a second, all together; without those that get none."""
+        points = self.times.known()
+        seconds = estimate(points, num_sequences)
+        if seconds is None:  # the step without drafts is measured first
+            return {}
+        chances = []
+        for sequence, draft in drafts.items():
+            chance = certainty = self._states[sequence].acceptance.chance
+            for _ in draft:
+                chances.append((certainty, sequence))
+                certainty *= chance
+        chances.sort(key=lambda entry: -entry[0])  # stable: a draft's tokens stay in their order
+        best, best_rate = 0, _LEAST_GAIN * num_sequences / seconds
+        expected = float(num_sequences)
+        for count, (certainty, _) in enumerate(chances[:room], 1):
+            expected += certainty
+            taken = estimate(points, num_sequences + count)
+            assert taken is not None
+            if expected / taken > best_rate:
+                best, best_rate = count, expected / taken
+        counts: dict[S, int] = {}
+        for _, sequence in chances[:best]:
+            counts[sequence] = counts.get(sequence, 0) + 1
+        return counts
+
+    def _watch(self, drafts: dict[S, list[int]], counts: dict[S, int]) -> dict[S, list[int]]:
+        """The drafts as long as they count. All are compared with what comes, whether verified or not."""
+        chosen = {}
+        for sequence, draft in drafts.items():
+            acceptance = self._states[sequence].acceptance
+            if sequence in counts:
+                chosen[sequence] = draft = draft[: counts[sequence]]
+                acceptance.watch(len(sequence.tokens), draft)
+            elif not acceptance.waits:
+                acceptance.watch(len(sequence.tokens), draft)
+        return chosen

@@ -1,0 +1,70 @@
+"""What a step takes by its tokens, as measured while the engine runs: whether a draft is worth its time."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from statistics import median
+
+_NUM_KEPT = 9
+# Of fewer measurements the least counts: one step that was held up must not rule a token count out.
+_MIN_FOR_MEDIAN = 5
+_MAX_AGE = 512
+"""Steps after which what was measured is forgotten: contexts have grown meanwhile, or other work has gone."""
+
+
+def bucket_of(num_tokens: int) -> int:
+    """The token count that stands for this one: itself up to 16, from there on eight an octave, rounded up."""
+    unit = 1 << max((num_tokens - 1).bit_length() - 4, 0)
+    return -(-num_tokens // unit) * unit
+
+
+class StepTimes:
+    """Of steps in which all sequences generate."""
+
+    def __init__(self) -> None:
+        self._times: dict[int, deque[float]] = {}
+        self._measured_at: dict[int, int] = {}
+        self._typicals: dict[int, float] = {}
+        self._num_steps = 0
+
+    def add(self, num_tokens: int, seconds: float) -> None:
+        self._num_steps += 1
+        bucket = bucket_of(num_tokens)
+        times = self._times.get(bucket)
+        if times is None or self._num_steps - self._measured_at[bucket] > _MAX_AGE:
+            times = self._times[bucket] = deque(maxlen=_NUM_KEPT)
+        times.append(seconds)
+        self._measured_at[bucket] = self._num_steps
+        self._typicals.pop(bucket, None)
+
+    def known(self) -> list[tuple[int, float]]:
+        """(tokens, seconds) that were measured lately, ascending; no more tokens take less time."""
+        points, least = [], 0.0
+        for bucket in sorted(self._times):
+            if self._num_steps - self._measured_at[bucket] <= _MAX_AGE:
+                least = max(least, self._typical(bucket))
+                points.append((bucket, least))
+        return points
+
+    def _typical(self, bucket: int) -> float:
+        found = self._typicals.get(bucket)
+        if found is None:
+            times = self._times[bucket]
+            found = self._typicals[bucket] = median(times) if len(times) >= _MIN_FOR_MEDIAN else min(times)
+        return found
+
+
+def estimate(points: list[tuple[int, float]], num_tokens: int) -> float | None:
+    """Seconds of a step, between the nearest of `known`. Beyond the last one: as long as that, so that it is tried
+    where it may be worth it; None below the first."""
+    place = bisect_left(points, (bucket_of(num_tokens), 0.0))
+    if place == len(points):
+        return points[-1][1] if points else None
+    above, seconds = points[place]
+    if above == bucket_of(num_tokens):
+        return seconds
+    if not place:
+        return None
+    below, least = points[place - 1]
+    return least + (seconds - least) * (num_tokens - below) / (above - below)
