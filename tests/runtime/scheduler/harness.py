@@ -3,8 +3,11 @@
 The KV of a token depends on all tokens before it; here it is a hash of them, of the salt and of the adapter. A step
 writes it into the blocks that the tables name, and checks what attention would read there: copies and reused blocks are
 right only if every token that a query can see has the very hash that the sequence's own tokens give.
+
+With speculation each sequence is given drafts of which some first tokens are right, as many as `guess` says.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field
 from zlib import crc32
@@ -49,8 +52,12 @@ class Harness:
                  windows: tuple[int | None, ...] = (None,), num_host_blocks: int = 0, **options: object) -> None:
         """options: of SchedulerSettings."""
         self.clock = Clock()
+        max_draft = options.get("speculative_tokens", 0)
+        # Of a sequence and the most tokens that its draft may have: how many it has, how many of these are right.
+        self.guess: Callable[[Sequence, int], tuple[int, int]] = lambda sequence, limit: (limit, limit)
+        self.num_drafted = self.num_accepted = 0
         self.kv = KvCache(num_blocks, block_size, windows, num_host_blocks=num_host_blocks,
-                          max_chunk=max_num_tokens, clock=self.clock)
+                          max_chunk=max_num_tokens, max_draft=max_draft, clock=self.clock)  # type: ignore[arg-type]
         settings = SchedulerSettings(max_batch_size, max_num_tokens, **options)  # type: ignore[arg-type]
         self.scheduler: Scheduler[Sequence] = Scheduler(self.kv, settings, self.clock)
         self.sequences: list[Sequence] = []  # those that have not finished
@@ -83,6 +90,7 @@ class Harness:
 
     def step(self) -> Plan:
         plan = self.plan()
+        self.draft(plan)
         self.launch(plan)
         self.wait(plan)
         return plan
@@ -112,6 +120,36 @@ class Harness:
         self._check_plan(plan)
         return plan
 
+    def draft(self, plan: Plan) -> bool:
+        """Of a plan that is about to be launched."""
+        if not self.scheduler.settings.speculative_tokens:
+            return False
+        blocks = {sequence: sequence.kv.capacity for sequence in self._started}
+        found = self.scheduler.draft(plan, self._drafts)
+        self._check_plan(plan)
+        if self.scheduler.settings.policy is SchedulerPolicy.MAX_UTILIZATION and any(
+                sequence.kv.capacity > capacity for sequence, capacity in blocks.items()):
+            assert self.kv.num_available >= len(self._started) * len(self.kv.windows), "a draft takes others' blocks"
+        return found
+
+    def _drafts(self, sequences: list[Sequence], limits: list[int], room: int, num_tokens: int,
+                ) -> dict[Sequence, list[int]]:
+        """As many as there is room for, the oldest first."""
+        found = {}
+        for sequence, limit in zip(sequences, limits, strict=True):
+            count, num_right = self.guess(sequence, max(min(limit, room), 0))
+            if count:
+                found[sequence] = self._foreseen(sequence, num_right) + [7] * (count - num_right)  # 7 never comes
+                room -= count
+        return found
+
+    def _foreseen(self, sequence: Sequence, count: int) -> list[int]:
+        state, tokens = self._answers[sequence].hashes[-1], list[int]()
+        for _ in range(count):
+            tokens.append((state >> 30) % 7)
+            state = mix(state, tokens[-1])
+        return tokens
+
     def launch(self, plan: Plan) -> None:
         self.num_steps += 1
         for source, destination in self.kv.take_copies():
@@ -129,6 +167,9 @@ class Harness:
             if sequence.state is SequenceState.FINISHED:
                 continue
             answer = self._answers[sequence]
+            if sequence.draft:
+                self._take_run(sequence, answer)
+                continue
             answer.num_rows += num_logits
             if not sequence.num_pending:
                 assert num_logits >= 1, "no logits for the next token"
@@ -140,6 +181,24 @@ class Harness:
             else:
                 assert sequence.prompt_logits or num_logits == 0
 
+    def _take_run(self, sequence: Sequence, answer: Answer) -> None:
+        draft = list(sequence.draft)
+        for drafted in [*draft, None]:
+            token = (answer.hashes[-1] >> 30) % 7
+            sequence.tokens.append(token)
+            answer.extend(sequence.tokens)
+            answer.num_rows += 1
+            assert len(sequence.tokens) <= sequence.max_len
+            if token != drafted:
+                break
+            self.num_accepted += 1
+        self.num_drafted += len(draft)
+        self.scheduler.accept(sequence)
+        assert sequence.num_pending == 1 and not sequence.draft
+        if len(sequence.tokens) == sequence.max_len:
+            self._check_rows(sequence)
+            self.finish(sequence)
+
     def _forget(self, sequence: Sequence) -> None:
         self.sequences.remove(sequence)
         self.finished.append(sequence)
@@ -147,7 +206,9 @@ class Harness:
             self._started.remove(sequence)
 
     def _compute(self, sequence: Sequence, begin: int, end: int, tables: list[list[int]]) -> None:
-        hashes, size = self._answers[sequence].hashes, self.kv.block_size
+        hashes, size = list(self._answers[sequence].hashes), self.kv.block_size
+        for token in sequence.draft:
+            hashes.append(mix(hashes[-1], token))
         for window, table in zip(self.kv.windows, tables, strict=True):
             for position in range(begin, end):
                 block = table[position // size]
@@ -168,7 +229,9 @@ class Harness:
         assert {sequence for sequence, _, _ in plan.entries} <= set(self._started)
         assert plan.entries or not self.sequences, "sequences wait and nothing runs"
         for sequence, count, rows in plan.entries:
-            assert sequence.state is SequenceState.RUNNING and 0 < count <= sequence.num_pending and rows <= count
+            assert sequence.state is SequenceState.RUNNING and rows <= count
+            assert 0 < count <= sequence.num_pending + len(sequence.draft)
+            assert sequence.num_computed + count <= max(sequence.max_computed, len(sequence.tokens))
 
     def _check_rows(self, sequence: Sequence) -> None:
         """Each row that was asked for was given once, however often the sequence was paused."""

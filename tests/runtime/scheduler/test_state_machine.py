@@ -5,6 +5,7 @@ block holds with what the sequences that read it expect. When the load stops, ev
 """
 
 import sys
+from random import Random
 from typing import ClassVar
 
 import pytest
@@ -20,7 +21,7 @@ from hypothesis.stateful import (
 )
 
 from ingot.runtime.kv import CacheKey, RetentionRange
-from ingot.runtime.scheduler import ChunkingPolicy, NeverFits, SchedulerPolicy
+from ingot.runtime.scheduler import ChunkingPolicy, NeverFits, SchedulerPolicy, Sequence
 
 from .harness import Harness, Plan
 
@@ -44,18 +45,27 @@ class Serving(RuleBasedStateMachine):
     num_steps: ClassVar[int] = 0
     num_pauses: ClassVar[int] = 0
     num_cached: ClassVar[int] = 0
+    num_drafted: ClassVar[int] = 0
+    num_accepted: ClassVar[int] = 0
 
     harness: Harness
     flying: Plan | None
 
     @initialize(blocks=st.integers(3, 14), host_blocks=st.sampled_from([0, 0, 5]), windows=WINDOWS,
                 batch=st.integers(2, 5), tokens=st.integers(5, 20),
-                chunking=st.sampled_from(ChunkingPolicy), waits=st.sampled_from([True, True, False]))
+                chunking=st.sampled_from(ChunkingPolicy), waits=st.sampled_from([True, True, False]),
+                drafts=st.sampled_from([0, 0, 1, 3, 9]), guesses=st.randoms(use_true_random=False))
     def start(self, blocks: int, host_blocks: int, windows: tuple[int | None, ...], batch: int, tokens: int,
-              chunking: ChunkingPolicy, waits: bool) -> None:
+              chunking: ChunkingPolicy, waits: bool, drafts: int, guesses: Random) -> None:
         self.harness = Harness(blocks * len(windows), 4, batch, tokens, windows, host_blocks, policy=self.policy,
-                               chunking=chunking, wait_for_prefix=waits)
+                               chunking=chunking, wait_for_prefix=waits, speculative_tokens=drafts)
         self.flying = None  # the step that runs
+
+        def guess(_: Sequence, limit: int) -> tuple[int, int]:
+            count = guesses.randint(0, limit)
+            return count, guesses.randint(0, count)
+
+        self.harness.guess = guess
 
     @rule(data=st.data(), length=st.integers(1, 20), answer=st.integers(1, 25), key=KEYS, priority=st.integers(-2, 2),
           deadline=st.sampled_from([None, None, None, 4.0]), scored=st.sampled_from([False, False, False, True]),
@@ -92,6 +102,7 @@ class Serving(RuleBasedStateMachine):
     @precondition(lambda self: self.flying is None)
     def launch(self) -> None:
         self.flying = self.harness.plan()
+        self.harness.draft(self.flying)
         self.harness.launch(self.flying)
 
     @rule()
@@ -108,12 +119,15 @@ class Serving(RuleBasedStateMachine):
         plan = self.flying
         for _ in range(count):
             if plan is None:
-                harness.launch(plan := harness.plan())
+                plan = harness.plan()
+                harness.draft(plan)
+                harness.launch(plan)
             after, version = scheduler.plan_steady(), scheduler.version
             harness.wait(plan)
             harness.kv.check()
             plan = after if after is not None and version == scheduler.version else None
             if plan is not None:
+                harness.draft(plan)
                 harness.launch(plan)
         self.flying = plan
 
@@ -141,6 +155,8 @@ class Serving(RuleBasedStateMachine):
         of = type(self)
         of.num_steps += harness.num_steps
         of.num_pauses += harness.scheduler.num_pauses
+        of.num_drafted += harness.num_drafted
+        of.num_accepted += harness.num_accepted
         of.num_cached += sum(sequence.num_cached or 0 for sequence in harness.finished)
 
 
@@ -156,4 +172,5 @@ def test_state_machine(policy: SchedulerPolicy) -> None:
     # It has been where it hurts.
     assert min(Machine.num_steps, Machine.num_rules) >= NUM_STEPS / len(SchedulerPolicy)
     assert Machine.num_cached >= 1000
+    assert Machine.num_accepted >= 200 and Machine.num_drafted >= Machine.num_accepted + 200
     assert Machine.num_pauses >= 100 or policy is not SchedulerPolicy.MAX_UTILIZATION
