@@ -2,7 +2,8 @@
 
 A phase ends when as many threads have arrived as the object was made for, and as many bytes have come as were expected.
 What an object holds is not in shared memory but beside it; its eight bytes there are a mark, so that a program that
-writes over them is found out. Also fences, which the machine does not need: it runs one instruction after the other.
+writes over them is found out. Also elect.sync, and fences, which the machine does not need: it runs one instruction
+after the other.
 Source: PTX ISA, "Parallel synchronization and communication instructions: mbarrier".
 """
 from __future__ import annotations
@@ -11,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .instruction import Address, Code, Immediate, Instruction, Operand, PtxError, Run, instruction
-from .warp import Block, Warps
+from .instruction import Address, Code, Immediate, Instruction, Operand, Pair, PtxError, Run, instruction
+from .warp import LANES, Block, Warps
 
 _MARK = np.frombuffer(b"mbarrier", np.uint8)
 _KEY = "mbarriers"
@@ -158,9 +159,24 @@ def wait(op: Instruction, code: Code) -> Run:
     return run
 
 
-@instruction("fence.proxy", "fence.mbarrier_init")
+@instruction("fence")
 def fence(op: Instruction, code: Code) -> Run:
     return lambda warps: None
+
+
+@instruction("elect.sync")
+def elect(op: Instruction, code: Code) -> Run:
+    """lane|chosen, members: the first of the members is chosen, and all lanes get its number."""
+    result, members = op.operands
+    assert isinstance(result, Pair)
+
+    def run(warps: Warps) -> None:
+        lane = np.arange(LANES, dtype=np.uint32)
+        is_member = (warps.read(members, np.uint32).reshape(-1, LANES) >> lane & 1).astype(bool)
+        leader = np.repeat(np.argmax(is_member, axis=1), LANES).astype(np.uint32)
+        warps.write(result.first, leader)
+        warps.write(result.second, leader == np.tile(lane, warps.num_warps))
+    return run
 
 
 def _check_space(op: Instruction) -> None:

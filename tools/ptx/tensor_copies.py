@@ -162,9 +162,10 @@ def _boxes(warps: Warps, operand: object) -> list[tuple[TensorMap, tuple[int, ..
     columns = [warps.read(item, np.int32)[warps.active] for item in operand.coordinates]
     found = []
     for number, place in enumerate(places):
-        tensor = warps.launch.tensor_map(int(place))
-        if not isinstance(tensor, TensorMap):
+        told = warps.launch.tensor_map(int(place))
+        if not isinstance(told, BoundTensorMap):
             raise PtxError(f"what is at {int(place):#x} is no tensor map")
+        tensor = tensor_map(told)
         found.append((tensor, tuple(int(column[number]) for column in columns)))
     return found
 

@@ -165,7 +165,7 @@ def _same(values: np.ndarray) -> np.generic:
     """The value of all lanes. Raises PtxError where they differ."""
     if (values != values[0]).any():
         raise PtxError("the lanes of a warp give different values where one is expected")
-    return values[0]  # type: ignore[no-any-return]
+    return values[0]
 
 
 def _queue(warps: Warps) -> Queue:
