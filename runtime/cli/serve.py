@@ -54,6 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reasoning-parser", metavar="NAME",
                         help="how it writes what it thinks aloud, to be told apart in chats over HTTP: "
                              f"{', '.join(REASONING_PARSERS)} (default: it is part of the answer)")
+    adapters = parser.add_argument_group("LoRA adapters, for engines built with --lora-max-rank")
+    adapters.add_argument("--lora", action="append", default=[], metavar="NAME=PATH",
+                          help="an adapter that PEFT saved, to be named as the model of a request; may be repeated; "
+                               "NAME=PATH@sha256:HASH: only if this is its content")
+    adapters.add_argument("--lora-folder", metavar="FOLDER",
+                          help="clients may load adapters from below this folder, and unload them (default: none may)")
     swaps = parser.add_argument_group("when another engine takes over (ingot engines swap, rollback, pin --server)")
     swaps.add_argument("--lock", metavar="FILE", help="the lock file that says what the name ENGINE means (default: "
                                                       "engines.lock of the store)")
@@ -105,6 +111,8 @@ def server_settings(arguments: argparse.Namespace) -> ServerSettings:
                                 ("--reasoning-parser", arguments.reasoning_parser, REASONING_PARSERS)):
         if name is not None and name not in names:
             raise RequestError(f"{option}: unknown {name!r}; there are {', '.join(names)}")
+    if arguments.lora_folder is not None and not os.path.isdir(arguments.lora_folder):
+        raise RequestError(f"--lora-folder {arguments.lora_folder}: no folder")
     token = None
     if arguments.token_file is not None:
         token = _read(arguments.token_file, "--token-file").decode("ascii", "replace").strip()
@@ -116,7 +124,8 @@ def server_settings(arguments: argparse.Namespace) -> ServerSettings:
         tls_key=_read_optional(arguments.tls_key, "--tls-key"),
         tls_client_ca=_read_optional(arguments.tls_client_ca, "--tls-client-ca"), auth_token=token,
         max_message_bytes=arguments.max_message_bytes, drain_timeout_s=arguments.drain_timeout,
-        tool_call_parser=arguments.tool_call_parser, reasoning_parser=arguments.reasoning_parser)
+        tool_call_parser=arguments.tool_call_parser, reasoning_parser=arguments.reasoning_parser,
+        lora_folder=arguments.lora_folder)
 
 
 def _read(path: str, option: str) -> bytes:
@@ -148,9 +157,11 @@ def _need_packages(settings: ServerSettings) -> None:
 
 async def _serve(settings: ServerSettings, arguments: argparse.Namespace) -> int:
     from ..executor.loading import LoadedEngine
+    from ..servers.adapters import parse_named
     from ..servers.context import ServerContext
     from ..servers.served import ServedEngine
 
+    sources = [parse_named(text) for text in arguments.lora]
     options, lock = engine_options(arguments), _lock_file(arguments)
     reference = _locked(lock, arguments.engine) if lock is not None else arguments.engine
     # What is not in the store yet comes before the engine that is to be served is asked for.
@@ -161,6 +172,7 @@ async def _serve(settings: ServerSettings, arguments: argparse.Namespace) -> int
     context = ServerContext(engine, arguments.model_name or engine.file.manifest["model"]["name"], settings)
     del engine  # the context alone decides how long it lives
     try:
+        context.adapters.start_with(sources)
         return await _run(context, options, lock, fetch, arguments)
     finally:
         await context.close()
@@ -275,8 +287,10 @@ def _start_line(context: ServerContext, addresses: dict[str, str], as_json: bool
     engine, facts = context.current, context.current.facts
     manifest = engine.file.manifest
     if as_json:
+        adapters = {} if context.adapters.room is None else {
+            "adapters": {each.name: each.adapter.sha256 for each in context.adapters.list()}}
         return json.dumps({"ready": True, "engine": engine.hash, "model": context.model_name, "pid": os.getpid(),
-                           **addresses, **facts})
+                           **addresses, **facts, **adapters})
     reuse = "prefixes are reused" if facts["prefix_reuse"] else "no prefix reuse"
     host = f", {facts['host_kv_tokens']:,} tokens in host memory" if facts["host_kv_tokens"] else ""
     lines = [
@@ -285,6 +299,17 @@ def _start_line(context: ServerContext, addresses: dict[str, str], as_json: bool
                       f"sequences, {facts['max_num_tokens']:,} tokens; {facts['max_queue_size']} requests may wait"),
         ("KV cache", f"{facts['kv_cache_tokens']:,} tokens, {size(facts['kv_cache_bytes'])}{host}; guarantees "
                      f"{facts['guaranteed_requests']} requests of {facts['max_seq_len']:,} tokens at once; {reuse}"),
+        *_adapter_lines(context),
         *((name, address) for name, address in addresses.items()),
     ]
     return "\n".join([*(f"{name:<10} {text}" for name, text in lines), "ready"])
+
+
+def _adapter_lines(context: ServerContext) -> list[tuple[str, str]]:
+    room, loaded = context.adapters.room, context.adapters.list()
+    if room is None:
+        return []
+    names = ", ".join(f"{each.name} ({each.adapter.sha256[:12]}, rank {each.adapter.rank})" for each in loaded)
+    loads = f"; others from {context.settings.lora_folder}" if context.settings.lora_folder is not None else ""
+    return [("adapters", f"{names or 'none'}; {room.max_adapters} at once, of rank {room.max_rank} at most, "
+                         f"{size(room.num_bytes)}{loads}")]

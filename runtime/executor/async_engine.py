@@ -18,6 +18,7 @@ from .request import DuplicateRequest, Request, RequestOutput
 from .stats import EngineStats, Health
 
 if TYPE_CHECKING:
+    from ..adapters.loaded import LoadedAdapters
     from ..kv.events import EventBuffer
     from ..kv.stats import KvStats
     from ..sampling import SamplingParams
@@ -30,6 +31,8 @@ class RequestRunner(Protocol):
 
     @property
     def health(self) -> Health: ...
+    @property
+    def adapters(self) -> LoadedAdapters: ...
     @property
     def recorder(self) -> Recorder: ...
     @property
@@ -67,8 +70,8 @@ class AsyncEngine:
     def generate(self, request: Request) -> OutputStream:
         """Starts a request. The outputs of all its answers come out of the iterator, each answer's in order.
 
-        Raises at once QueueFull, Draining, EngineFailed, DuplicateRequest, PromptError, NeverFits. What goes wrong
-        later is told by an output with finish_reason "error". Cancelling the task that waits for an output, closing
+        Raises at once QueueFull, Draining, EngineFailed, DuplicateRequest, PromptError, NeverFits, UnknownAdapter. What
+        goes wrong later is told by an output with finish_reason "error". Cancelling the task that waits for an output, closing
         the iterator (aclose), and letting go of it, cancel the request.
         """
         request_id = request.request_id
@@ -108,6 +111,11 @@ class AsyncEngine:
     def on_health(self, listener: Callable[[Health], None]) -> None:
         """Calls `listener` on this loop whenever `health` has changed."""
         self._executor.on_health(lambda health: self._call_soon(listener, health))
+
+    @property
+    def adapters(self) -> LoadedAdapters:
+        """Those that requests may name."""
+        return self._executor.adapters
 
     @property
     def recorder(self) -> Recorder:

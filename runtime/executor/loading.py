@@ -146,7 +146,7 @@ class LoadedEngine:
     def facts(self) -> dict[str, Any]:
         """The settings as they were resolved, and what they come to, by name."""
         options, stats, memory = self.options, self.executor.stats(), self.file.manifest["memory"]
-        tables = len(self.kv.windows)
+        tables, room = len(self.kv.windows), self.executor.adapters.room
         return {
             "scheduler_policy": options.scheduler_policy.name,
             "context_chunking": options.context_chunking.name,
@@ -161,6 +161,7 @@ class LoadedEngine:
             "host_kv_tokens": stats.num_host_blocks // tables * stats.block_size,
             "host_kv_bytes": stats.num_host_blocks // tables * stats.block_size * memory.get("kv_bytes_per_token", 0),
             "guaranteed_requests": stats.guaranteed_requests,
+            **({} if room is None else {"lora_max_rank": room.max_rank, "lora_slots": room.max_adapters}),
         }
 
 

@@ -53,7 +53,7 @@ class Recorder:
     queue_time          from arrival to the first admission
     step_phases         where the host's time of a step goes; "device": waiting for it
     guided_mask_wait    time that a step was held back by grammar masks
-    adapter_requests    those of requests_received that named a LoRA adapter, by its name
+    adapter_requests    requests by the name of their LoRA adapter; "": without one
     adapter_writes      how often a slot of the device was filled with an adapter
     The prefix cache counts for itself: executor.kv.stats.
     """

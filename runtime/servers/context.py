@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ..executor.request import DuplicateRequest
 from ..executor.totals import Totals
 from ..host import return_free_memory
+from .adapters import ServerAdapters
 
 if TYPE_CHECKING:
     from ..executor.async_engine import OutputStream
@@ -38,6 +39,7 @@ class ServerSettings:
     max_message_bytes           of one request, on either server
     tool_call_parser            how models write calls, one of NAMES of tool_calls; None: told by their chat templates
     reasoning_parser            how they write thoughts, one of NAMES of thoughts.py; None: not told from the rest
+    lora_folder                 LoRA adapters may be loaded from below it, and unloaded, on request; None: they stay
     """
 
     grpc_address: str | None = None
@@ -51,6 +53,7 @@ class ServerSettings:
     drain_timeout_s: float = 30.0
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
+    lora_folder: str | None = None
 
 
 class ServerContext:
@@ -58,6 +61,7 @@ class ServerContext:
 
     Belongs to the loop that runs when it is made; its methods are called there.
 
+    adapters the LoRA adapters of the current engine
     swapper  loads other engines; None: this server keeps the one it has
     swaps    how often engines were asked to take over, by what came of it (RESULTS of swap_outcome.py)
     """
@@ -65,6 +69,7 @@ class ServerContext:
     def __init__(self, engine: ServedEngine, model_name: str, settings: ServerSettings) -> None:
         self.model_name = model_name
         self.settings = settings
+        self.adapters = ServerAdapters(self, settings.lora_folder)
         self.swapper: Swapper | None = None
         self.swaps: Counter[str] = Counter()
         self._engines = [engine]  # the current one first

@@ -6,6 +6,8 @@ import hashlib
 import time
 from typing import TYPE_CHECKING
 
+from ..adapters.errors import AdapterError
+from .adapters import AdapterSource, check_sha256
 from .grpc_errors import InvalidField, Unsupported
 from .metrics_text import render
 from .proto import control_pb2 as pb
@@ -14,6 +16,7 @@ from .tokenizer_archive import tokenizer_archive
 from .versions import runtime_version
 
 if TYPE_CHECKING:
+    from ..adapters.loaded import LoadedAdapter
     from ..executor.recorder import Histogram
     from .context import ServerContext
     from .rpc import Call
@@ -104,6 +107,29 @@ class Control:
             phase=_PHASES[swapper.phase], loading=swapper.loading, history=swapper.history,
             results=dict(context.swaps), last_error=swapper.last_error)
 
+    async def LoadAdapter(self, request: pb.LoadAdapterRequest, call: Call) -> pb.Adapter:
+        for name in ("name", "path"):
+            if not getattr(request, name):
+                raise InvalidField(name, "is empty")
+        if request.sha256:
+            try:
+                check_sha256(request.sha256, "sha256")
+            except AdapterError as error:
+                raise InvalidField("sha256", str(error)) from None
+        source = AdapterSource(request.path, request.sha256 or None)
+        return _adapter(await self._context.adapters.load(request.name, source))
+
+    async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, call: Call) -> pb.Adapter:
+        return _adapter(await self._context.adapters.unload(request.name))
+
+    async def ListAdapters(self, request: pb.ListAdaptersRequest, call: Call) -> pb.AdapterList:
+        room = self._context.adapters.room
+        listed = pb.AdapterList(adapters=map(_adapter, self._context.adapters.list()))
+        if room is not None:
+            listed.max_rank, listed.num_slots = room.max_rank, room.max_adapters
+            listed.bytes_per_slot = room.bytes_per_adapter
+        return listed
+
     def _swapper(self) -> Swapper:
         if self._context.swapper is None:
             raise Unsupported("engine", "this server keeps the engine that it was started with")
@@ -115,6 +141,11 @@ def _loaded(engine: ServedEngine) -> pb.LoadedEngine:
     return pb.LoadedEngine(hash=engine.hash, target=manifest["target"]["name"], precision=manifest["precision"],
                            num_requests=len(engine.engine.request_ids),
                            kv_cache_tokens=engine.facts.get("kv_cache_tokens", 0))
+
+
+def _adapter(loaded: LoadedAdapter) -> pb.Adapter:
+    adapter = loaded.adapter
+    return pb.Adapter(name=loaded.name, sha256=adapter.sha256, rank=adapter.rank, num_modules=len(adapter.modules))
 
 
 def _duration(histogram: Histogram) -> pb.Duration:

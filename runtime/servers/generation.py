@@ -8,11 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from ..adapters.errors import UnknownAdapter
 from ..errors import IngotError
 from ..executor.request import Request, RequestFailed, RequestOutput
 from ..sampling import SamplingError, SamplingParams
 from .context import ENGINE_HASH
-from .grpc_errors import DeadlinePassed, InvalidField
+from .grpc_errors import DeadlinePassed, InvalidField, NotFound
 
 if TYPE_CHECKING:
     from ..executor.async_engine import OutputStream
@@ -42,7 +43,7 @@ async def begin(context: ServerContext, engine: ServedEngine, call: Call, reques
 
     request_id  empty: one is made
     options     further fields of Request
-    Raises InvalidField, or what else the engine refuses a request with.
+    Raises InvalidField, NotFound for an adapter that is not loaded, or what else the engine refuses a request with.
     """
     if len(request_id) > MAX_REQUEST_ID_LENGTH:
         raise InvalidField(names["request_id"], f"has {len(request_id)} characters; expected at most "
@@ -52,6 +53,8 @@ async def begin(context: ServerContext, engine: ServedEngine, call: Call, reques
         deadline_s = call.time_remaining()
         return context.generate(engine, Request(request_id or uuid.uuid4().hex, prompt, params, deadline_s=deadline_s,
                                                 **options))
+    except UnknownAdapter as error:
+        raise NotFound(f"{names[error.field]}: {error}") from None
     except IngotError as error:
         field = getattr(error, "field", None)
         if field is None:

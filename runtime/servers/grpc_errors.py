@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from grpc import StatusCode
 
+from ..adapters.errors import AdapterExists, AdapterLoadingOff, UnknownAdapter
 from ..errors import IngotError, RequestError
 from ..executor.overlap import NoRoom
 from ..executor.request import Draining, EngineFailed, QueueFull
@@ -41,7 +42,7 @@ class Unsupported(RequestError):
 
 
 class NotFound(RequestError):
-    """No such model."""
+    """No such model, or adapter."""
 
 
 class DeadlinePassed(IngotError):
@@ -52,9 +53,11 @@ def status_code(error: IngotError) -> StatusCode:
     match error:
         case Unsupported():
             return StatusCode.UNIMPLEMENTED
-        case NotFound() | NotInStore():
+        case NotFound() | NotInStore() | UnknownAdapter():
             return StatusCode.NOT_FOUND
-        case EngineRefused():
+        case AdapterExists():
+            return StatusCode.ALREADY_EXISTS
+        case EngineRefused() | AdapterLoadingOff():
             return StatusCode.PERMISSION_DENIED
         case NotServing() | OtherTokenizer() | SelfTestFailed():
             return StatusCode.FAILED_PRECONDITION

@@ -15,6 +15,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from ..errors import RequestError
+from .adapters_api import AdaptersApi
 from .context import ENGINE_HASH
 from .metrics_text import CONTENT_TYPE, render
 from .openai_api import ANSWERED_BY, OpenAiApi
@@ -77,7 +78,8 @@ async def start(context: ServerContext, address: str) -> HttpServer:
                           middlewares=[calls.middleware, _errors, _authentication(context.settings.auth_token)])
     app.on_response_prepare.append(_tell_engine)
     api, probes = OpenAiApi(context), _Probes(context)
-    app.add_routes([*api.routes(), *TokensApi(context).routes(), web.get("/health", probes.health),
+    app.add_routes([*api.routes(), *TokensApi(context).routes(), *AdaptersApi(context).routes(),
+                    web.get("/health", probes.health),
                     web.get("/ready", probes.ready), web.get("/metrics", probes.metrics)])
     # A client that goes away cancels its handler, and so its requests.
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, handle_signals=False,

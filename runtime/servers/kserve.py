@@ -163,7 +163,7 @@ class GRPCInferenceService:
             prompt = await encode(engine, infer.text or "", infer.names["text_input"])
         # Ids of this protocol need not be unique: they only come back with the answer.
         return await begin(self._context, engine, call, f"kserve-{uuid.uuid4().hex}", prompt, infer.params, infer.names,
-                           priority=infer.priority, cache_salt=infer.cache_salt)
+                           priority=infer.priority, cache_salt=infer.cache_salt, lora=infer.lora)
 
     def _response(self, request: pb.ModelInferRequest, infer: InferRequest, engine: ServedEngine,
                   answer: _Answer) -> pb.ModelInferResponse:

@@ -50,6 +50,7 @@ INPUTS: dict[str, Input] = {
     "return_log_probs": Input(_BOOLEAN),
     "priority": Input(_INTEGER),
     "cache_salt": Input(_TEXT),
+    "lora_name": Input(_TEXT),
     "sampling_parameters": Input(_TEXT),
     "guided_decoding_guide_type": Input(_TEXT),
     "guided_decoding_guide": Input(_TEXT),
@@ -65,7 +66,7 @@ LOG_PROBS = ("output_log_probs", "cum_log_probs")
 _GUIDE_TYPE, _GUIDE = "guided_decoding_guide_type", "guided_decoding_guide"
 _GUIDES = {"json": "json_object", "json_schema": "json_schema", "regex": "regex", "ebnf_grammar": "grammar"}
 _SAMPLING = frozenset(INPUTS) - {"text_input", "input_ids", "stream", "return_log_probs", "priority", "cache_salt",
-                                 "sampling_parameters", "exclude_input_in_output", _GUIDE_TYPE, _GUIDE}
+                                 "lora_name", "sampling_parameters", "exclude_input_in_output", _GUIDE_TYPE, _GUIDE}
 _FINAL_RESPONSE = "triton_enable_empty_final_response"
 
 
@@ -82,6 +83,7 @@ class InferRequest:
     marks_final: bool
     priority: int
     cache_salt: str | None
+    lora: str | None
     names: dict[str, str] = field(repr=False)
 
 
@@ -99,10 +101,11 @@ def parse_infer(request: pb.ModelInferRequest, has_tokenizer: bool) -> InferRequ
     if any(name in LOG_PROBS for name in outputs):
         sampling["logprobs"] = 0
     sampling["guide"] = _guide(values, names)
+    names["lora"] = names.get("lora_name", "lora_name")
     names.setdefault("prompt_token_ids", names["text_input" if ids is None else "input_ids"])
     return InferRequest(text, ids, sampling_params(sampling, names), bool(values.get("stream")), outputs,
                         bool(request.raw_input_contents), marks_final, values.get("priority", 0),
-                        values.get("cache_salt"), names)
+                        values.get("cache_salt"), values.get("lora_name"), names)
 
 
 def _parameters(request: pb.ModelInferRequest) -> tuple[dict[str, Any], dict[str, str]]:

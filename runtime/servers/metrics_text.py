@@ -42,6 +42,7 @@ def families(context: ServerContext) -> Iterator[Family]:
     yield from _requests(stats, totals.recorder)
     yield from _latencies(totals.recorder)
     yield from _tokens(totals.recorder)
+    yield from _adapters(context, totals.recorder)
     yield from _kv_cache(stats, totals.kv)
     yield from _steps(totals.recorder)
 
@@ -98,6 +99,17 @@ def _tokens(recorder: Recorder) -> Iterator[Family]:
     yield Family("ingot_generated_tokens_total", "counter", "Tokens of answers", _one(recorder.generated_tokens))
     yield Family("ingot_computed_tokens_total", "counter", "Tokens that went through the model",
                  _one(recorder.computed_tokens))
+
+
+def _adapters(context: ServerContext, recorder: Recorder) -> Iterator[Family]:
+    loaded, room = context.adapters.list(), context.adapters.room
+    yield Family("ingot_adapters_loaded", "gauge", "LoRA adapters that requests may name", _one(len(loaded)))
+    yield Family("ingot_adapter_slots", "gauge", "So many of them are served in one step",
+                 _one(room.max_adapters if room is not None else 0))
+    yield Family("ingot_adapter_writes_total", "counter", "How often an adapter was written to a slot of the device",
+                 _one(recorder.adapter_writes))
+    yield Family("ingot_adapter_requests_total", "counter", "Requests by the adapter that they named; empty: none",
+                 _labelled("adapter", recorder.adapter_requests, ("", *(each.name for each in loaded))))
 
 
 def _kv_cache(stats: EngineStats, kv: KvStats) -> Iterator[Family]:

@@ -14,6 +14,8 @@ from typing import Any
 
 from aiohttp import web
 
+from ..adapters.errors import UnknownAdapter
+from ..adapters.loaded import LoadedAdapter
 from ..chat_template import ChatTemplateError, Message
 from ..errors import IngotError, RequestError
 from ..executor.async_engine import OutputStream
@@ -54,14 +56,19 @@ class OpenAiApi:
 
     async def models(self, request: web.Request) -> web.Response:
         with self._engine(request) as engine:
-            return json_response({"object": "list", "data": [self._entry(engine)]})
+            adapters = engine.engine.adapters.list()
+            return json_response({"object": "list", "data": [
+                self._entry(engine), *(self._adapter_entry(engine, each) for each in adapters)]})
 
     async def model(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
-        if name != self._context.model_name:
-            raise unknown_model(name, self._context.model_name)
         with self._engine(request) as engine:
-            return json_response(self._entry(engine))
+            if name == self._context.model_name:
+                return json_response(self._entry(engine))
+            for adapter in engine.engine.adapters.list():
+                if adapter.name == name:
+                    return json_response(self._adapter_entry(engine, adapter))
+        raise unknown_model(name, self._context.adapters.models)
 
     def _entry(self, engine: ServedEngine) -> dict[str, Any]:
         """As OpenAI tells a model; max_model_len as vLLM does; engine: what only Ingot has."""
@@ -71,6 +78,13 @@ class OpenAiApi:
                 "engine": {"hash": engine.hash, "target": manifest["target"]["name"],
                            "precision": manifest["precision"], "vocab_size": engine.vocab_size,
                            "kv_block_size": engine.engine.stats().block_size, **engine.facts}}
+
+    def _adapter_entry(self, engine: ServedEngine, loaded: LoadedAdapter) -> dict[str, Any]:
+        """As vLLM tells an adapter, but where it lies; adapter: what only Ingot has."""
+        adapter = loaded.adapter
+        return {"id": loaded.name, "object": "model", "created": self._created, "owned_by": "ingot",
+                "parent": self._context.model_name, "max_model_len": engine.limits.max_seq_len,
+                "adapter": {"sha256": adapter.sha256, "rank": adapter.rank, "num_modules": len(adapter.modules)}}
 
     @contextmanager
     def _engine(self, request: web.Request) -> Iterator[ServedEngine]:
@@ -82,7 +96,7 @@ class OpenAiApi:
     async def completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
         with self._engine(request) as engine:
-            call = parse_completion(body, self._context.model_name, _sampling_defaults(engine.generation_config),
+            call = parse_completion(body, self._context.adapters.models, _sampling_defaults(engine.generation_config),
                                     engine.limits.max_seq_len)
             prompts = [prompt if isinstance(prompt, list) else await text_ids(
                 engine, prompt, f"prompt[{index}]" if len(call.prompts) > 1 else "prompt")
@@ -92,7 +106,7 @@ class OpenAiApi:
     async def chat(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
         with self._engine(request) as engine:
-            call = parse_chat(body, self._context.model_name, _sampling_defaults(engine.generation_config),
+            call = parse_chat(body, self._context.adapters.models, _sampling_defaults(engine.generation_config),
                               engine.limits.max_seq_len)
             form = None if call.tools is None else await self._forms.tools(engine)
             prompt = await chat_ids(engine, call.messages, call.template)
@@ -108,7 +122,7 @@ class OpenAiApi:
         given = http.headers.get("X-Request-Id", "")
         # The client's own id, to be found in the log; made unique, as a client may send it again.
         parts = [prefix, given, uuid.uuid4().hex[:12]] if _REQUEST_ID.fullmatch(given) else [prefix, uuid.uuid4().hex]
-        envelope = Envelope("-".join(parts), int(time.time()), self._context.model_name,
+        envelope = Envelope("-".join(parts), int(time.time()), call.lora or self._context.model_name,
                             f"ingot-{engine.hash[:12]}", call.is_chat)
         async with AsyncExitStack() as stack:
             streams = []
@@ -125,7 +139,8 @@ class OpenAiApi:
 
     async def _start(self, engine: ServedEngine, call: Call, request_id: str, prompt: list[int],
                      number: int | None) -> OutputStream:
-        request = Request(request_id, prompt, call.params, call.priority, call.timeout_s, call.cache_salt)
+        request = Request(request_id, prompt, call.params, call.priority, call.timeout_s, call.cache_salt,
+                          lora=call.lora)
         try:
             await engine.engine.prepare(call.params)
             return self._context.generate(engine, request)
@@ -262,6 +277,8 @@ def _api_error(error: IngotError) -> ApiError:
         return ApiError(503, str(error), code="engine_failed")
     if isinstance(error, DuplicateRequest):
         return ApiError(409, str(error), code="duplicate_request")
+    if isinstance(error, UnknownAdapter):  # unloaded since the request was read
+        return ApiError(404, str(error), "model", "model_not_found")
     if isinstance(error, RequestError):
         return ApiError(400, str(error), getattr(error, "field", None), "invalid_value")
     return ApiError(500, str(error), code="request_failed")

@@ -4,7 +4,7 @@ A field that is not known is an error that names it, as at OpenAI: a misspelt on
 null counts as absent.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,6 +91,8 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 # Of the Completions interface; a chat's answer takes what room there is.
 _COMPLETION_MAX_TOKENS = 16
+# How many names of models an error tells.
+_SHOWN = 20
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,7 @@ class Call:
     num_logprobs   alternatives told for each token; None: no logprobs
     no_answer      max_tokens was 0: only the prompt is echoed or scored
     fills_room     max_tokens was not given: the answer may become as long as there is room
+    lora           name of the LoRA adapter that was given as the model; None: the model itself
     tools          functions that may be called
     new_answer     makes what reads an answer that may hold calls or thoughts; None: answers are plain text
     """
@@ -122,6 +125,7 @@ class Call:
     priority: int = 0
     cache_salt: str | None = None
     timeout_s: float | None = None
+    lora: str | None = None
     tools: ToolUse | None = None
     new_answer: Callable[[], ChatAnswer] | None = None
 
@@ -130,10 +134,11 @@ class Call:
         return self.messages is not None
 
 
-def parse_completion(data: bytes, model: str, defaults: Mapping[str, Any], max_seq_len: int) -> Call:
-    """defaults: of sampling, as the engine's generation config has them. Raises ApiError."""
+def parse_completion(data: bytes, models: Sequence[str], defaults: Mapping[str, Any], max_seq_len: int) -> Call:
+    """models: the model's own name, and those of its adapters. defaults: of sampling, as the engine's generation config
+    has them. Raises ApiError."""
     body = known_fields(fields.parse_body(data), _COMPLETION)
-    check_model(body, model)
+    lora = asked_adapter(body, models)
     if "prompt" not in body:
         raise invalid("prompt", "prompt: missing; expected a text, token ids, or a list of either", "missing_field")
     max_tokens = body.get("max_tokens", _COMPLETION_MAX_TOKENS)
@@ -149,13 +154,13 @@ def parse_completion(data: bytes, model: str, defaults: Mapping[str, Any], max_s
         raise invalid("echo", "echo: not with stream; the prompt is known")
     params = _params(body, {**defaults, **options, "max_tokens": 1 if no_answer else max_tokens})
     return Call(params, _prompts(body["prompt"]), echo=echo, no_answer=no_answer, num_logprobs=num_logprobs,
-                **_delivery(body))
+                lora=lora, **_delivery(body))
 
 
-def parse_chat(data: bytes, model: str, defaults: Mapping[str, Any], max_seq_len: int) -> Call:
+def parse_chat(data: bytes, models: Sequence[str], defaults: Mapping[str, Any], max_seq_len: int) -> Call:
     """As parse_completion."""
     body = known_fields(fields.parse_body(data), _CHAT)
-    check_model(body, model)
+    lora = asked_adapter(body, models)
     if not body.get("messages"):
         raise invalid("messages", "messages: missing or empty; expected at least one message", "missing_field")
     if "max_tokens" in body and "max_completion_tokens" in body:
@@ -173,7 +178,7 @@ def parse_chat(data: bytes, model: str, defaults: Mapping[str, Any], max_seq_len
     messages = [chat_message(f"messages[{index}]", message) for index, message in enumerate(body["messages"])]
     return Call(params, messages=messages, template=template, num_logprobs=num_logprobs,
                 fills_room=not {"max_tokens", "max_completion_tokens"} & set(body), tools=tools,
-                **_delivery(body))
+                lora=lora, **_delivery(body))
 
 
 def template_variables(body: dict[str, Any]) -> dict[str, Any]:
@@ -200,14 +205,18 @@ def known_fields(body: dict[str, Any], known: dict[str, Check]) -> dict[str, Any
     return checked
 
 
-def check_model(body: dict[str, Any], model: str) -> None:
-    """Raises ApiError for a model that this server has not."""
-    if body.get("model", model) != model:
-        raise unknown_model(body["model"], model)
+def asked_adapter(body: dict[str, Any], models: Sequence[str]) -> str | None:
+    """The adapter that a request names as its model. models: as for parse_completion. Raises ApiError for others."""
+    model = body.get("model", models[0])
+    if model not in models:
+        raise unknown_model(model, models)
+    return None if model == models[0] else str(model)
 
 
-def unknown_model(name: str, model: str) -> ApiError:
-    return ApiError(404, f"the model {name[:200]!r} does not exist here; this server has {model!r}", "model",
+def unknown_model(name: str, models: Sequence[str]) -> ApiError:
+    more = f" and {len(models) - _SHOWN} more" if len(models) > _SHOWN else ""
+    known = ", ".join(map(repr, models[:_SHOWN]))
+    return ApiError(404, f"the model {name[:200]!r} does not exist here; this server has {known}{more}", "model",
                     "model_not_found")
 
 

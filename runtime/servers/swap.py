@@ -21,6 +21,7 @@ from ..executor.loading import LoadedEngine
 from ..executor.overlap import KvBudget, NoRoom, kv_beside
 from ..executor.request import Draining
 from ..executor.trial import Extent
+from ..lora import LoraRoom
 from ..self_test import SelfTestFailed
 from ..store.locate import locate
 from ..store.policy import EngineRefused
@@ -136,31 +137,42 @@ class Swapper:
         has_sizes = (request.kv_cache_tokens, request.host_kv_tokens) != (None, None)
         if new_hash == current.hash and current.engine.health == "serving" and not has_sizes:
             return SwapReport(current.hash, new_hash)
-        report = SwapReport(current.hash, new_hash, "returned")
-        engine = None if has_sizes else self._returning(new_hash)
-        if engine is None:
-            options = await asyncio.to_thread(self._checked, new_hash, request)
-            self.phase = "loading"
-            # What has served here is the same to the last bit: a rollback must be quick.
-            extent: Extent = "brief" if new_hash in self.history else "full"
-            loaded = await asyncio.to_thread(self._load, new_hash, options, extent)
-            if self._context.is_draining:
-                await asyncio.to_thread(loaded.close)
-                self._check_state(request)
-            engine = ServedEngine.of(loaded)
-            trial = loaded.trial
-            wanted = request.kv_cache_tokens or self._budget.tokens(loaded.file.manifest)[0]
-            report = SwapReport(current.hash, new_hash,
-                                "none" if trial is None else "recorded" if trial.recorded else "smoke",
-                                trial_s=0.0 if trial is None else trial.seconds,
-                                kv_cache_tokens=loaded.facts()["kv_cache_tokens"], wanted_kv_tokens=wanted)
-            del loaded  # the context alone decides how long it lives
+        async with self._context.adapters.changing:
+            returned = not has_sizes and self._return(new_hash)
+        if returned:
+            report = SwapReport(current.hash, new_hash, "returned")
+        else:
+            report = await self._load_anew(new_hash, request)
         num_finishing = len(current.engine.request_ids)
-        self._context.take_over(engine)
         if new_hash != self.history[-1]:
             self.history = [*self.history[1 - MAX_HISTORY :], new_hash]
         report = replace(report, load_s=time.monotonic() - begin, num_finishing=num_finishing)
         _say(_told(report))
+        return report
+
+    async def _load_anew(self, new_hash: str, request: SwapRequest) -> SwapReport:
+        """An engine that is not loaded takes over."""
+        options = await asyncio.to_thread(self._checked, new_hash, request)
+        self.phase = "loading"
+        # What has served here is the same to the last bit: a rollback must be quick.
+        extent: Extent = "brief" if new_hash in self.history else "full"
+        loaded = await asyncio.to_thread(self._load, new_hash, options, extent)
+        engine, trial = ServedEngine.of(loaded), loaded.trial
+        wanted = request.kv_cache_tokens or self._budget.tokens(loaded.file.manifest)[0]
+        report = SwapReport(self._context.current.hash, new_hash,
+                            "none" if trial is None else "recorded" if trial.recorded else "smoke",
+                            trial_s=0.0 if trial is None else trial.seconds,
+                            kv_cache_tokens=loaded.facts()["kv_cache_tokens"], wanted_kv_tokens=wanted)
+        del loaded  # the context alone decides how long it lives
+        async with self._context.adapters.changing:
+            try:
+                await asyncio.to_thread(self._context.adapters.carry_over, engine)
+                if self._context.is_draining:
+                    self._check_state(request)
+            except BaseException:
+                await asyncio.to_thread(engine.close)
+                raise
+            self._context.take_over(engine)
         return report
 
     def _check_state(self, request: SwapRequest) -> None:
@@ -178,10 +190,16 @@ class Swapper:
                                "before the current one.\n  Name the engine, by its hash or a name of the store.")
         return self.history[-1 - request.steps]
 
-    def _returning(self, new_hash: str) -> ServedEngine | None:
-        """The engine of this hash, if it is still loaded because it finishes old requests."""
-        return next((engine for engine in self._context.finishing
-                     if engine.hash == new_hash and self._context.can_return(engine)), None)
+    def _return(self, new_hash: str) -> bool:
+        """Has the engine of this hash take over if it is still loaded, because it finishes old requests. At once: it
+        could be freed while something is waited for."""
+        engine = next((engine for engine in self._context.finishing
+                       if engine.hash == new_hash and self._context.can_return(engine)), None)
+        if engine is None:
+            return False
+        self._context.adapters.carry_over(engine)
+        self._context.take_over(engine)
+        return True
 
     def _checked(self, new_hash: str, request: SwapRequest) -> EngineOptions:
         """On a thread: what can be said before anything is loaded; the options to load it with."""
@@ -190,6 +208,7 @@ class Swapper:
             self._options.policy.check(file, located.attestations)
             if not request.allow_other_tokenizer:
                 _require_same_tokenizer(self._context.current.file, file)
+            self._context.adapters.check_room(LoraRoom.of(file.manifest), f"engine {new_hash[:12]}")
             wanted, host = self._budget.tokens(file.manifest)
             least = self._budget.min_fraction
             if request.kv_cache_tokens is not None:

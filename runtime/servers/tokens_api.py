@@ -12,7 +12,7 @@ from .openai_api import ANSWERED_BY, chat_ids, json_response, text_ids
 from .openai_errors import invalid
 from .openai_forms import check_template
 from .openai_messages import chat_message
-from .openai_request import check_model, known_fields, template_variables
+from .openai_request import asked_adapter, known_fields, template_variables
 from .openai_tools import definitions
 from .versions import runtime_version
 
@@ -40,7 +40,7 @@ class TokensApi:
     async def tokenize(self, request: web.Request) -> web.Response:
         """A prompt, or the messages of a chat, as the completions would compute them."""
         body = known_fields(fields.parse_body(await request.read()), _TOKENIZE)
-        check_model(body, self._context.model_name)
+        asked_adapter(body, self._context.adapters.models)
         if ("prompt" in body) == ("messages" in body):
             raise invalid("prompt", "prompt: expected this or messages, one of the two", "missing_field")
         with self._context.use() as engine:
@@ -51,7 +51,7 @@ class TokensApi:
     async def detokenize(self, request: web.Request) -> web.Response:
         """The text of token ids, special ones included."""
         body = known_fields(fields.parse_body(await request.read()), _DETOKENIZE)
-        check_model(body, self._context.model_name)
+        asked_adapter(body, self._context.adapters.models)
         if "tokens" not in body:
             raise invalid("tokens", "tokens: missing; expected token ids", "missing_field")
         with self._context.use() as engine:

@@ -32,6 +32,7 @@ NAMES = {
     "n": "sampling_config.num_return_sequences", "stop": "stop", "stop_token_ids": "stop_token_ids",
     "bad_words": "bad", "bad_token_ids": "bad_token_ids", "logit_bias": "embedding_bias", "guide": "guided_decoding",
     "logprobs": "output_config.logprobs", "prompt_logprobs": "output_config.prompt_logprobs",
+    "lora": "lora_config.task_id",
     **{name: f"sampling_config.{name}" for name in (
         "temperature", "top_k", "top_p", "min_p", "seed", "min_tokens", "repetition_penalty", "presence_penalty",
         "frequency_penalty", "prompt_ignore_length")},
@@ -45,7 +46,7 @@ _NEUTRAL_SAMPLING: dict[str, tuple[float, ...]] = {
     "beam_search_diversity_rate": (0,), "length_penalty": (0, 1), "early_stopping": (0, 1),
     "no_repeat_ngram_size": (0,),
 }
-_UNSUPPORTED = ("lora_config", "prompt_tuning_config", "multimodal_input", "lookahead_config")
+_UNSUPPORTED = ("prompt_tuning_config", "multimodal_input", "lookahead_config")
 _UNSUPPORTED_OUTPUT = ("return_context_logits", "return_generation_logits", "return_encoder_output",
                        "return_perf_metrics")
 _GUIDES = {
@@ -70,7 +71,7 @@ class TrtllmService:
             salt = request.cache_salt_id if request.HasField("cache_salt_id") else None
             prompt = token_ids(request.tokenized.input_token_ids, engine.limits.max_seq_len)
             stream = await begin(self._context, engine, call, request.request_id, prompt, params, NAMES,
-                                 cache_salt=salt, wants_text=False, **retention._asdict())
+                                 cache_salt=salt, lora=_adapter(request), wants_text=False, **retention._asdict())
             try:
                 await tell_engine(call, engine)
                 await self._answer(request, stream, call)
@@ -119,7 +120,8 @@ class TrtllmService:
             max_seq_len=engine.limits.max_seq_len, max_batch_size=engine.limits.max_batch_size,
             vocab_size=engine.vocab_size, hidden_size=model.get("hidden_size", 0),
             num_layers=model.get("num_layers", 0), num_heads=model.get("num_heads", 0),
-            supported_features=["guided_decoding", "kv_cache_retention", "cache_salt"])
+            supported_features=["guided_decoding", "kv_cache_retention", "cache_salt",
+                                *(["lora"] if self._context.adapters.room is not None else [])])
 
     async def GetServerInfo(self, request: Message, call: Call) -> pb.GetServerInfoResponse:
         ranks = num_ranks(self._context.current.file)
@@ -138,6 +140,10 @@ def _refuse_unsupported(request: pb.GenerateRequest) -> None:
     for name in _UNSUPPORTED:
         if request.HasField(name):
             raise Unsupported(name, "is not supported by this engine")
+    for name in ("weights", "config_json"):
+        if getattr(request.lora_config, name):
+            raise Unsupported(f"lora_config.{name}", "adapters do not come with requests; they are loaded before: "
+                                                     "ingot.v1.Control/LoadAdapter")
     if request.tokenized.query_token_ids:
         raise Unsupported("tokenized.query_token_ids", "star attention is not supported")
     kind = pb.DisaggregatedParams.RequestType
@@ -173,6 +179,11 @@ def _sampling_params(request: pb.GenerateRequest, vocab_size: int) -> SamplingPa
         "bad_token_ids": tuple((token,) for token in request.bad_token_ids[:MAX_BAD_WORDS + 1]),
         "logit_bias": _embedding_bias(request, vocab_size), "guide": _guide(request),
     }, NAMES)
+
+
+def _adapter(request: pb.GenerateRequest) -> str | None:
+    """Task 7 is the adapter named "7"."""
+    return str(request.lora_config.task_id) if request.HasField("lora_config") else None
 
 
 def _embedding_bias(request: pb.GenerateRequest, vocab_size: int) -> dict[int, float]:

@@ -305,3 +305,47 @@ class LoadedEngine(_message.Message):
     num_requests: int
     kv_cache_tokens: int
     def __init__(self, hash: _Optional[str] = ..., target: _Optional[str] = ..., precision: _Optional[str] = ..., num_requests: _Optional[int] = ..., kv_cache_tokens: _Optional[int] = ...) -> None: ...
+
+class LoadAdapterRequest(_message.Message):
+    __slots__ = ("name", "path", "sha256")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    path: str
+    sha256: str
+    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., sha256: _Optional[str] = ...) -> None: ...
+
+class UnloadAdapterRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class ListAdaptersRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Adapter(_message.Message):
+    __slots__ = ("name", "sha256", "rank", "num_modules")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    NUM_MODULES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    sha256: str
+    rank: int
+    num_modules: int
+    def __init__(self, name: _Optional[str] = ..., sha256: _Optional[str] = ..., rank: _Optional[int] = ..., num_modules: _Optional[int] = ...) -> None: ...
+
+class AdapterList(_message.Message):
+    __slots__ = ("adapters", "max_rank", "num_slots", "bytes_per_slot")
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    MAX_RANK_FIELD_NUMBER: _ClassVar[int]
+    NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_SLOT_FIELD_NUMBER: _ClassVar[int]
+    adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
+    max_rank: int
+    num_slots: int
+    bytes_per_slot: int
+    def __init__(self, adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., max_rank: _Optional[int] = ..., num_slots: _Optional[int] = ..., bytes_per_slot: _Optional[int] = ...) -> None: ...

@@ -69,6 +69,21 @@ class ControlStub(object):
                 request_serializer=ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.GetSwapStatusRequest.SerializeToString,
                 response_deserializer=ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.SwapStatus.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/ingot.v1.Control/LoadAdapter',
+                request_serializer=ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.Adapter.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/ingot.v1.Control/UnloadAdapter',
+                request_serializer=ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.Adapter.FromString,
+                _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/ingot.v1.Control/ListAdapters',
+                request_serializer=ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.AdapterList.FromString,
+                _registered_method=True)
 
 
 class ControlServicer(object):
@@ -127,6 +142,28 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """A LoRA adapter that PEFT saved, from below the folder that the server was given for that; from then on requests may
+        name it. PERMISSION_DENIED if there is no such folder, or the path leads elsewhere.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """New requests that name it are refused; those that run or wait end as they began.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAdapters(self, request, context):
+        """The adapters that requests may name, and what the engine has room for.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -164,6 +201,21 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.GetSwapStatus,
                     request_deserializer=ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.GetSwapStatusRequest.FromString,
                     response_serializer=ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.SwapStatus.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.Adapter.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.Adapter.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.AdapterList.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -355,6 +407,87 @@ class Control(object):
             '/ingot.v1.Control/GetSwapStatus',
             ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.GetSwapStatusRequest.SerializeToString,
             ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.SwapStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ingot.v1.Control/LoadAdapter',
+            ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.LoadAdapterRequest.SerializeToString,
+            ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.Adapter.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ingot.v1.Control/UnloadAdapter',
+            ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.UnloadAdapterRequest.SerializeToString,
+            ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.Adapter.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ingot.v1.Control/ListAdapters',
+            ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.ListAdaptersRequest.SerializeToString,
+            ingot_dot_runtime_dot_servers_dot_proto_dot_control__pb2.AdapterList.FromString,
             options,
             channel_credentials,
             insecure,

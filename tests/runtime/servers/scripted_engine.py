@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ingot.runtime.adapters.loaded import LoadedAdapters
 from ingot.runtime.engine_file import EngineFile
 from ingot.runtime.errors import IngotError
 from ingot.runtime.executor.answer import Sink
@@ -71,6 +72,7 @@ class ScriptedRunner:
 
     def __init__(self) -> None:
         self.health: Health = "serving"
+        self.adapters = LoadedAdapters(None)
         self.recorder = Recorder()
         self.events = None
         self.kv_stats = KvStats(100, 60, miss_tokens={"cold": 30, "evicted": 10})
