@@ -51,7 +51,8 @@ class Register:
 
 @dataclass(frozen=True)
 class Immediate:
-    """A literal. value: int, or float for 0f… and 0d…; bits: as it stands in a register of `width` bits."""
+    """A literal: an integer (0f… and 0d… are the bits of a number), or a decimal fraction. A label is the number of
+    the instruction behind it."""
 
     value: int | float
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .copies import Copies
 from .instruction import Address, Immediate, Operand, PtxError, Register, Special, Symbol
 
 if TYPE_CHECKING:
@@ -38,11 +39,15 @@ class Block:
     pending       asynchronous work, in the order of its beginning; the machine does each at a time that the seed
                   chooses, at the latest when all warps wait. A module appends functions; what must have happened
                   before something else must be one function, or be run by `finish`.
+
+    number        among the blocks that run side by side; alive: threads that have not ended
     """
 
     index: tuple[int, int, int]
     num_warps: int
     shared: np.ndarray
+    number: int = 0
+    alive: int = 0
     state: dict[Any, Any] = field(default_factory=dict)
     pending: list[Callable[[], None]] = field(default_factory=list)
 
@@ -75,6 +80,10 @@ class Warps:
         for kind in ("u1", "i1", "u2", "i2", "f2", "u4", "i4", "f4", "u8", "i8", "f8"):
             self.views[kind] = list(file[8 * int(kind[1])].view(f"<{kind}"))
         self.views["b1"] = self.bits[1]
+        warp = np.repeat(np.array(warp_of_block, np.uint64) + np.uint64(1), LANES)
+        self.marks = {f"u{size}": (warp * np.uint64(0x0101010101010101)).astype(f"<u{size}") for size in (1, 2, 4, 8)}
+        """In each byte the warp's number in its block, plus one: how the race checker knows it."""
+        self.copies = Copies(self.lanes)
         self._alone: list[Warps] = []
 
     @property

@@ -1,0 +1,106 @@
+"""GPU launches on the PTX machine, behind the interface of the interpreter (ingot.compiler.gpu.interpret.Interpreter).
+
+The tests of the kernels run on it unchanged."""
+from __future__ import annotations
+
+import struct
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ingot.compiler.gpu.interpret import Binding, Call
+from ingot.compiler.gpu.triton_compile import PtxKernel
+from ingot.plugins.gpu.kernel import GpuKernel, GpuLaunch, TensorMap
+from ingot.runtime.devices.gpu_kernels import TensorMapType
+from ingot.runtime.devices.gpu_plan import BoundTensorMap
+
+from .code import Code
+from .instruction import PtxError
+from .machine import Launch, Options
+from .memory import GlobalMemory
+from .parser import parse
+
+_FLOATS = {"fp32": "<f", "fp64": "<d", "fp16": "<e"}
+
+
+class PtxRunner:
+    """compile: the PTX of a kernel. launched: kernels of the last run; executed: opcode -> by how many warps, of all
+    runs; seconds: of running alone."""
+
+    def __init__(self, compile: Callable[[GpuKernel], PtxKernel], options: Options | None = None) -> None:
+        self.launched: list[GpuKernel] = []
+        self.executed: Counter[str] = Counter()
+        self.kernels: set[str] = set()
+        self.seconds = 0.0
+        self.options = options or Options()
+        self._compile = compile
+        self._codes: dict[GpuKernel, tuple[PtxKernel, Code]] = {}
+
+    def run(self, calls: Sequence[Call], arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """As Interpreter.run. Raises PtxError, CompileError."""
+        self.launched = [launch.kernel for launch, _ in calls]
+        codes = [self._code(kernel) for kernel in self.launched]
+        begin = time.perf_counter()
+        memory = GlobalMemory(arrays)
+        for (launch, bindings), (compiled, code) in zip(calls, codes, strict=True):
+            self._launch(launch, bindings, compiled, code, memory)
+        self.seconds += time.perf_counter() - begin
+        return memory.arrays()
+
+    def _launch(self, launch: GpuLaunch, bindings: Mapping[str, Binding], compiled: PtxKernel, code: Code,
+                memory: GlobalMemory) -> None:
+        if compiled.scratch_bytes:
+            raise PtxError(f"{launch.kernel.symbol} wants {compiled.scratch_bytes} bytes of scratch memory")
+        values = _values(launch.kernel, bindings, compiled, memory)
+        params = dict(zip((param.name for param in code.program.params), values, strict=True))
+        try:
+            Launch(code, memory, params, launch.grid, 32 * compiled.num_warps, compiled.shared_bytes,
+                   self.options).run()
+        except PtxError as error:
+            raise PtxError(f"{launch.kernel.symbol}: {error}") from error
+        finally:
+            for stretch in code.stretches.values():
+                for op in [step.op for step in stretch.steps] + ([stretch.last] if stretch.last else []):
+                    self.executed[op.opcode] += stretch.executions
+                stretch.executions = 0
+        self.kernels.add(launch.kernel.symbol)
+
+    def _code(self, kernel: GpuKernel) -> tuple[PtxKernel, Code]:
+        known = self._codes.get(kernel)
+        if known is None:
+            compiled = self._compile(kernel)
+            try:
+                known = self._codes[kernel] = compiled, Code(parse(compiled.ptx))
+            except PtxError as error:
+                raise PtxError(f"{kernel.symbol}: {error}") from None
+        return known
+
+
+def _values(kernel: GpuKernel, bindings: Mapping[str, Binding], compiled: PtxKernel,
+            memory: GlobalMemory) -> list[Any]:
+    """What is passed: bits of each parameter; of a tensor map what it is, its extents and its strides; two null
+    pointers for scratch memory."""
+    found: list[Any] = []
+    maps = iter(compiled.tensor_maps)
+    for name, kind in kernel.parameters:
+        to = bindings.get(name, name)
+        if isinstance(to, str):
+            value: Any = memory.addresses[to]
+        else:
+            value = memory.addresses[to[0]] + to[1] if isinstance(to, tuple) else to
+        if isinstance(kind, TensorMap):
+            found += [_tensor_map(kind, int(value), next(maps)), kind.shape[0], kind.shape[1], kind.stride, 1]
+        elif kind in _FLOATS:
+            found.append(int.from_bytes(struct.pack(_FLOATS[kind], value), "little"))
+        else:
+            found.append(int(value) & ((1 << 64) - 1))
+    return [*found, 0, 0]
+
+
+def _tensor_map(kind: TensorMap, address: int, told: Mapping[str, Any]) -> BoundTensorMap:
+    type_ = TensorMapType(kind.dtype, kind.block, tuple(told["block_size"]), told["swizzle"], told["elem_size"],
+                          told["elem_type"], told["fp4_padded"])
+    return BoundTensorMap(address, type_, kind.shape, kind.stride)
