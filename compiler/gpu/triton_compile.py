@@ -8,6 +8,7 @@ everything that takes part.
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
 import os
@@ -150,6 +151,63 @@ def cache_key(kernel: GpuKernel, arch: Architecture) -> str:
     parts = {"cache": CACHE_VERSION, "triton": version("triton"), "arch": arch.name, "kernel": kernel.to_json(),
              "order": [name for name, _ in kernel.parameters], "source": source_digest(kernel.module, kernel.source)}
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class PtxKernel:
+    """What a cubin is assembled from, for tools that read or run it. ptx: the text; the rest as in CompiledKernel."""
+
+    ptx: str
+    shared_bytes: int
+    num_warps: int
+    scratch_bytes: int
+    tensor_maps: tuple[dict[str, Any], ...]
+
+
+class PtxCompiler:
+    """Compiles kernels for an architecture one by one, as compile_kernels does; what was compiled is kept in a folder
+    of its own. To be used as a context."""
+
+    def __init__(self, arch: Architecture, cache: Path | None = None) -> None:
+        self.arch = arch
+        self._cache = cache or cache_folder() / "ptx"
+        self._worker: _Worker | None = None
+
+    def __enter__(self) -> PtxCompiler:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        if self._worker is not None:
+            self._worker.close()
+
+    def __call__(self, kernel: GpuKernel) -> PtxKernel:
+        """Raises CompileError if it cannot be compiled or needs more shared memory than there is."""
+        path = self._cache / f"{cache_key(kernel, self.arch)}.json"
+        try:
+            entry = json.loads(path.read_text())
+        except (OSError, ValueError):
+            entry = self._compile(kernel, path)
+        found = PtxKernel(**entry | {"tensor_maps": tuple(entry["tensor_maps"])})
+        if found.shared_bytes > self.arch.shared_per_block:
+            raise CompileError(f"kernel {kernel.symbol} needs {found.shared_bytes} bytes of shared memory; a block of "
+                               f"{self.arch.name} has {self.arch.shared_per_block}")
+        return found
+
+    def _compile(self, kernel: GpuKernel, path: Path) -> dict[str, Any]:
+        self._worker = self._worker or _Worker()
+        answer = self._worker.ask({"kernel": kernel.to_json(), "source": source_digest(kernel.module, kernel.source),
+                                   "capability": self.arch.capability, "ptx": True})
+        if "error" in answer:
+            raise CompileError(f"kernel {kernel.symbol} does not compile for {self.arch.name}: {answer['error']}")
+        metadata = answer["metadata"]
+        entry = {"ptx": answer["ptx"], "shared_bytes": metadata["shared"], "num_warps": metadata["num_warps"],
+                 "scratch_bytes": metadata["global_scratch_size"], "tensor_maps": metadata["tensordesc_meta"] or ()}
+        with contextlib.suppress(OSError):  # a cache that cannot be written is no reason to fail
+            path.parent.mkdir(parents=True, exist_ok=True)
+            sibling = path.with_suffix(f".{os.getpid()}")
+            sibling.write_text(json.dumps(entry))
+            os.replace(sibling, path)
+        return entry
 
 
 class _Worker:

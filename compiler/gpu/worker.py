@@ -1,8 +1,8 @@
 """Compiles kernels in a process of its own: python -m ingot.compiler.gpu.worker
 
 Reads requests from stdin, one JSON document a line, and answers each with one line on stdout:
-{"kernel": GpuKernel.to_json(), "source": its source_digest, "capability": 90}
--> {"cubin": base64, "metadata": {...}} or {"error": "..."}.
+{"kernel": GpuKernel.to_json(), "source": its source_digest, "capability": 90, "ptx": whether to tell the PTX too}
+-> {"cubin": base64, "metadata": {...}, "ptx": "..."} or {"error": "..."}.
 Triton prints what it likes on stdout; answers go to the descriptor that stdout was at the start.
 """
 from __future__ import annotations
@@ -36,6 +36,9 @@ def compile_one(request: dict[str, Any]) -> dict[str, Any]:
     given = kernel["signature"] | dict.fromkeys(kernel["constants"], "constexpr")
     if set(given) != set(function.arg_names):
         raise TypeError(f"{kernel['function']} takes {function.arg_names}, the kernel gives {list(given)}")
+    told = list(kernel["signature"])
+    if told != [name for name in function.arg_names if name in kernel["signature"]]:  # launches pass them as told
+        raise TypeError(f"{kernel['function']} takes its parameters as {function.arg_names}, the kernel tells {told}")
     signature = {name: given[name] for name in function.arg_names}
     aligned = {(i,): _ALIGNED for i, kind in enumerate(signature.values()) if kind.startswith("*")}
     source = ASTSource(function, signature=signature, constexprs=kernel["constants"], attrs=aligned)
@@ -44,8 +47,9 @@ def compile_one(request: dict[str, Any]) -> dict[str, Any]:
         options["maxnreg"] = kernel["max_registers"]
     compiled = triton.compile(source, target=GPUTarget("cuda", request["capability"], 32), options=options)
     metadata = compiled.metadata._asdict()
-    return {"cubin": base64.b64encode(compiled.asm["cubin"]).decode(),
-            "metadata": {name: metadata.get(name) for name in _METADATA}}
+    answer = {"cubin": base64.b64encode(compiled.asm["cubin"]).decode(),
+              "metadata": {name: metadata.get(name) for name in _METADATA}}
+    return answer | ({"ptx": compiled.asm["ptx"]} if request.get("ptx") else {})
 
 
 def main() -> None:

@@ -102,10 +102,9 @@ def unsupported_row(d: int, y_type: str, device: Device) -> str:
 
 
 def output(y_type: str, static: bool) -> tuple[dict[str, Parameter], dict[str, Constant]]:
-    """Parameters of what store_row writes, and which of them are absent."""
+    """Parameters of what store_row writes, in the order of kernels' parameters, and which of them are absent."""
     y_type, group = split_form(y_type)
     parameters: dict[str, Parameter] = {"y": f"*{ELEMENTS[y_type]}"} if y_type else {}
-    absent: dict[str, Constant] = dict.fromkeys(("y", "y_scale", "y_factor", "y_sum", "static_scale"))
     if group:
         parameters["y_sum"] = "*fp16"
     if y_type == "nvfp4":
@@ -114,7 +113,9 @@ def output(y_type: str, static: bool) -> tuple[dict[str, Parameter], dict[str, C
         parameters["y_scale"] = "*fp32"
     elif y_type in ("fp8", "int8"):
         parameters["static_scale" if static else "y_scale"] = "*fp32"
-    return parameters, {name: None for name in absent if name not in parameters}
+    names = ("y", "y_scale", "y_factor", "y_sum", "static_scale")
+    return ({name: parameters[name] for name in names if name in parameters},
+            {name: None for name in names if name not in parameters})
 
 
 def quantized_beside(form: str) -> dict[str, Parameter | None]:

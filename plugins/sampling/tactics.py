@@ -28,13 +28,15 @@ class Problem:
 def candidates(problem: Problem, device: Device) -> Candidates:
     p = problem
     block = min(4096, max(_LEAST, 1 << (p.vocab - 1).bit_length()))
-    integers = ("counts", "rows", "history_ids", "history_counts", "bias_ids", "masks", "positions", "logit_rows",
-                "tokens", "ranks", "top_ids", "listed", "keys")
-    floats = ("logits", "bias_values", "logprobs", "top_logprobs", "modified")
+    names = ("logits", "counts", "rows", "history_ids", "history_counts", "bias_ids", "bias_values", "masks",
+             "positions", "logit_rows", "tokens", "logprobs", "ranks", "top_ids", "top_logprobs", "modified", "listed",
+             "keys", "weights")
+    others = dict.fromkeys(("logits", "bias_values", "logprobs", "top_logprobs", "modified"), "*fp32")
+    others["weights"] = "*i64"
     kernel = GpuKernel(
         symbol("sample", f"v{p.vocab}", f"h{p.history}", f"b{p.biases}", f"m{p.masks}", f"top{p.max_logprobs}"),
         "ingot.plugins.sampling.gpu", "sample",
-        *arguments(dict.fromkeys(integers, "*i32") | dict.fromkeys(floats, "*fp32") | {"weights": "*i64"},
+        *arguments({name: others.get(name, "*i32") for name in names},
                    {"V": p.vocab, "HISTORY": p.history, "BIASES": p.biases, "MASKS": p.masks,
                     "MAX_LOGPROBS": p.max_logprobs, "BLOCK": block}), 8, 1)
     cost = Cost(4.0 * p.rows * p.vocab, 0)

@@ -11,7 +11,7 @@ import pytest
 from ingot.compiler.gpu import disassemble as disassembler
 from ingot.compiler.gpu import triton_compile
 from ingot.compiler.gpu.disassemble import count_instructions, matrix_instructions, operand_bits, spills
-from ingot.compiler.gpu.triton_compile import CompileError, cache_key, compile_kernels
+from ingot.compiler.gpu.triton_compile import CompileError, PtxCompiler, cache_key, compile_kernels
 from ingot.compiler.targets import architectures
 from ingot.plugins.gpu.kernel import GpuKernel
 from ingot.plugins.gpu.sources import source_digest
@@ -120,6 +120,16 @@ def test_sources_are_followed_through_imports(tmp_path: Path, monkeypatch: pytes
     assert digest() != first
 
 
+def test_assembly_is_told_on_request(tmp_path: Path) -> None:
+    with PtxCompiler(SM90, tmp_path) as compiler:
+        told = compiler(PRODUCT)
+        assert ".entry product(" in told.ptx and ".target sm_90a" in told.ptx and told.shared_bytes
+        with pytest.raises(CompileError, match="no attribute 'absent'"):
+            compiler(replace(SCALED, function="absent"))
+    with PtxCompiler(SM90, tmp_path) as compiler:
+        assert compiler(PRODUCT) == told and compiler._worker is None, "it was kept"
+
+
 def test_what_does_not_compile_is_told(tmp_path: Path) -> None:
     narrow = GpuKernel("narrow", MODULE, "narrow", (("x", "*fp32"), ("y", "*fp8e4nv")), (("TO", "x"), ("BLOCK", 64)))
     assert compile_kernels([narrow], architectures()["sm_89"], tmp_path)[narrow].registers
@@ -128,6 +138,9 @@ def test_what_does_not_compile_is_told(tmp_path: Path) -> None:
         compile_kernels([narrow], architectures()["sm_80"], tmp_path)
     with pytest.raises(CompileError, match=r"scaled takes \['x', 'y', 'factor', 'N', 'BLOCK'\], the kernel gives"):
         compile_kernels([replace(SCALED, constants=(("N", 1),))], SM90, tmp_path)
+    with pytest.raises(CompileError, match=r"takes its parameters as \['x', 'y', .*, the kernel tells \['y', 'x'"):
+        compile_kernels([replace(SCALED, parameters=(SCALED.parameters[1], SCALED.parameters[0],
+                                                     SCALED.parameters[2]))], SM90, tmp_path)
     with pytest.raises(CompileError, match="no attribute 'absent'"):
         compile_kernels([replace(SCALED, function="absent")], SM90, tmp_path)
 
