@@ -1,8 +1,9 @@
 """Tensor memory of sm_100a: 128 lanes × 512 columns of 32 bits in a block; what warps allocate in it, read and write.
 
-An address is lane << 16 | column. A warp reaches the 32 lanes that begin at 32 × (its number % 4). Reading and writing
-goes on beside the warp: a register has what was read, and the memory what was written, at the wait for it, or at any
-time before. Where columns are allocated is chosen by the seed, and what they hold at first is no number. Of the shapes
+An address is lane << 16 | column. A warp reaches the 32 lanes that begin at 32 × (its number % 4). What a warp
+writes is there at its wait, or at any time before. What it reads is in its registers at once: the ISA says at the wait,
+but Triton's code uses it before, and the assembler makes each use wait for its registers (seen in disassembled code).
+Where columns are allocated is chosen by the seed, and what they hold at first is no number. Of the shapes
 of tcgen05.ld and .st, 32x32b and 16x32bx2 are supported, whose 16 upper lanes reach other columns of the same rows.
 Source: PTX ISA, "Tensor memory", "Tensor memory allocation and management instructions", "tcgen05.ld", "tcgen05.st".
 """
@@ -121,11 +122,7 @@ def load(op: Instruction, code: Code) -> Run:
     def run(warps: Warps) -> None:
         check_whole(warps, op)
         memory = tensor_memory(warps.blocks[0])
-        lanes, columns = _reached(warps, memory, source, len(d), shape, split)
-
-        def work() -> None:
-            warps.file[32][d] = memory.words[lanes, columns]
-        _pipeline(warps, "ld").begin(work)
+        warps.file[32][d] = memory.words[_reached(warps, memory, source, len(d), shape, split)]
     return run
 
 
@@ -143,21 +140,19 @@ def store(op: Instruction, code: Code) -> Run:
 
         def work() -> None:
             memory.words[lanes, columns] = data
-        _pipeline(warps, "st").begin(work)
+        _pipeline(warps).begin(work)
     return run
 
 
-@instruction("tcgen05.wait::ld", "tcgen05.wait::st", each=True)
+@instruction("tcgen05.wait::st", each=True)
 def wait(op: Instruction, code: Code) -> Run:
-    kind = op.parts[1].removeprefix("wait::")
-
     def run(warps: Warps) -> None:
-        pipeline = _pipeline(warps, kind)
+        pipeline = _pipeline(warps)
         pipeline.finish(pipeline.begun)
     return run
 
 
-@instruction("tcgen05.fence::before_thread_sync", "tcgen05.fence::after_thread_sync")
+@instruction("tcgen05.wait::ld", "tcgen05.fence::before_thread_sync", "tcgen05.fence::after_thread_sync")
 def fence(op: Instruction, code: Code) -> Run:
     return lambda warps: None
 
@@ -189,9 +184,10 @@ def _reached(warps: Warps, memory: TensorMemory, operand: Operand | None, regist
     return lanes, columns
 
 
-def _pipeline(warps: Warps, kind: str) -> Pipeline:
+def _pipeline(warps: Warps) -> Pipeline:
+    """Of what a warp writes."""
     block = warps.blocks[0]
-    key = _KEY, kind, warps.warp_of_block[0]
+    key = _KEY, warps.warp_of_block[0]
     if key not in block.state:
         block.state[key] = Pipeline(block)
     found = block.state[key]
