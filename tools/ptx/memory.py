@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 BASE = 0x7F0000000000
 """Of global addresses."""
-PARAM_BASE = 0x7E0000000000
-"""Of parameters whose address a kernel takes: tensor maps."""
+PARAM_BASE = 0x7E000000
+"""Of parameters whose address a kernel takes: tensor maps. Such addresses have 32 bits."""
 POISON = 0xFF
 """Memory that nobody has written: NaN as a number of 16 or 32 bits, and no likely index."""
 
