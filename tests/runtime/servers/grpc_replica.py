@@ -17,6 +17,7 @@ from ingot.runtime.executor.async_engine import AsyncEngine
 from ingot.runtime.executor.executor import Executor, ExecutorSettings
 from ingot.runtime.kv import KvCache
 from ingot.runtime.kv.events import EventBuffer
+from ingot.runtime.lora import LoraRoom
 from ingot.runtime.program import Limits
 from ingot.runtime.scheduler import SchedulerSettings
 from ingot.runtime.servers import grpc_server
@@ -59,14 +60,16 @@ def tokenizer() -> Tokenizer:
 @contextmanager
 def replica(folder: Path, *, settings: ServerSettings = ServerSettings(), limits: Limits = LIMITS,  # noqa: B008
             num_blocks: int = 256, step_s: float = 0.0, max_queue_size: int = 512, with_tokenizer: bool = True,
-            follow: Callable[[int, int], int] | None = next_token) -> Iterator[Replica]:
-    """step_s: seconds that a step takes. follow: (position, token) -> the token that follows."""
+            follow: Callable[[int, int], int] | None = next_token, lora: LoraRoom | None = None) -> Iterator[Replica]:
+    """step_s: seconds that a step takes. follow: (position, token) -> the token that follows; None: as NullMemory says,
+    of the whole context and the LoRA adapter."""
     path = folder / "replica.engine"
     if not path.exists():
         write_engine(path, b"no code", limits={"max_batch_size": limits.max_batch_size,
                                                "max_num_tokens": limits.max_num_tokens,
                                                "max_seq_len": limits.max_seq_len})
-    program = NullProgram(limits, VOCAB_SIZE, num_blocks, block_size=BLOCK_SIZE, next_token=follow, step_s=step_s)
+    program = NullProgram(limits, VOCAB_SIZE, num_blocks, block_size=BLOCK_SIZE, next_token=follow, step_s=step_s,
+                          simulate_kv=follow is None, lora=lora)
     kv = KvCache(num_blocks, BLOCK_SIZE, max_chunk=limits.max_num_tokens, events=EventBuffer())
     executor = Executor(program, kv, ExecutorSettings(SchedulerSettings.within(limits), limits.max_seq_len,
                                                       max_queue_size),
