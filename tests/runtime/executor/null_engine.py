@@ -101,7 +101,7 @@ def null_executor(program: NullProgram | None = None, *, limits: Limits = LIMITS
                   ) -> Iterator[Executor]:
     program = program or NullProgram(limits, VOCAB_SIZE, num_blocks, block_size=BLOCK_SIZE, simulate_kv=True)
     kv = KvCache(program.num_blocks, program.block_size, program.kv_windows, max_chunk=limits.max_num_tokens,
-                 **(cache or {}))
+                 max_draft=scheduling.get("speculative_tokens", 0), **(cache or {}))
     settings = ExecutorSettings(SchedulerSettings.within(limits, **scheduling), limits.max_seq_len, max_queue_size)
     executor = Executor(program, kv, settings, tokenizer=tokenizer(), stop_token_ids=frozenset({EOS}), log=log)
     try:
