@@ -129,8 +129,8 @@ def _lowered(request: BuildRequest, settings: Settings, source: ModelSource, imp
         if not request.asks_groups:
             stored = (stored_groups if on_gpu else stored_schemes)(source.checkpoint)
         equal = equal_tensors(source.checkpoint)
-    passes = gpu_pipeline(precision, settings.kv, stored, request.tensor_parallel) if on_gpu else cpu_pipeline(
-        precision, settings.kv, stored)
+    passes = gpu_pipeline(precision, settings.kv, stored, request.tensor_parallel, settings.lora) if on_gpu else \
+        cpu_pipeline(precision, settings.kv, stored, settings.lora)
     shared = with_equal_tensors_shared(imported, equal)
     return run_passes(shared, passes, request.dump, lambda name: progress("passes", name))
 

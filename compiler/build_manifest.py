@@ -14,6 +14,7 @@ from .ir.graph import Graph
 from .model_facts import ModelFacts
 from .model_shape import model_shape
 from .model_source import ModelSource
+from .passes.add_lora import LoraRequest
 from .targets import Target
 from .version import ingot_version, toolchain_versions
 
@@ -40,6 +41,7 @@ def manifest_of(request: BuildRequest, settings: Settings, source: ModelSource, 
                    **limits, **({"layers": dict(request.layers)} if request.layers else {}),
                    **{name: value for name in ("group_size", "group_minimums")
                       if (value := getattr(request, name)) is not None},
+                   **lora_recipe(settings.lora),
                    "compiler": request.compiler, "calibrate": request.calibrate,
                    **({"tensor_parallel": request.tensor_parallel} if request.tensor_parallel > 1 else {}),
                    "quantization_method": request.quantization_method,
@@ -49,6 +51,14 @@ def manifest_of(request: BuildRequest, settings: Settings, source: ModelSource, 
                    **({"tuning_records": program.tuning.to_json()}
                       if isinstance(program, CpuProgram) and program.tuning is not None else {})},
     } | program.facts()
+
+
+def lora_recipe(lora: LoraRequest | None) -> dict[str, Any]:
+    """The fields of a BuildRequest that ask for this room."""
+    if lora is None:
+        return {}
+    return {"lora_max_rank": lora.max_rank, "lora_max_adapters": lora.max_adapters,
+            **({"lora_modules": list(lora.modules)} if lora.modules else {})}
 
 
 def add_quantization(checkpoint: Checkpoint, program: CpuProgram | GpuProgram, target: Target,

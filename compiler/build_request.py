@@ -1,14 +1,16 @@
 """What a build is asked for, and what that means: target, precision of each layer, limits."""
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ingot.runtime.errors import RequestError
+from ingot.runtime.lora import MAX_ADAPTERS, MAX_RANK
 
 from .model_facts import ModelFacts
+from .passes.add_lora import LoraRequest
 from .precision import AUTO, GPU_PRECISIONS, PRECISIONS, Precision, find_precision, with_groups, with_layers
 from .quality_gate import Gate
 from .targets import Target, find_target
@@ -16,6 +18,9 @@ from .tune.records import Records
 from .write_weights import Rounding
 
 DEFAULT_MAX_SEQ_LEN = 4096
+DEFAULT_ADAPTERS = 4
+"""LoRA adapters that an engine with room for some serves at once."""
+
 RANKS = (1, 2, 4, 8)
 """Numbers of GPUs that an engine can be divided among."""
 
@@ -46,6 +51,9 @@ class BuildRequest:
     group_size, group_minimums  of four-bit integers on GPUs; see with_groups. If neither is said, weights that the
                      checkpoint holds in such groups keep theirs
     tensor_parallel  GPUs that one engine is divided among
+    lora_max_rank    room for LoRA adapters of up to this rank, loaded while the engine serves
+    lora_max_adapters  how many of them at once; default: DEFAULT_ADAPTERS
+    lora_modules     names of the linear layers that they may change, such as "q_proj"; default: all
     tuning_records   what ingot tune has written, or its content: which kernels were measured to be the fastest
     """
 
@@ -78,6 +86,9 @@ class BuildRequest:
     group_minimums: bool | None = None
     tuning_records: Path | Mapping[str, Any] | None = None
     tensor_parallel: int = 1
+    lora_max_rank: int | None = None
+    lora_max_adapters: int | None = None
+    lora_modules: Sequence[str] | None = None
 
     @property
     def gate(self) -> Gate:
@@ -104,13 +115,15 @@ class BuildRequest:
 
 @dataclass(frozen=True)
 class Settings:
-    """What a request asks for by names. kv: element type of the KV cache, a key of the target's."""
+    """What a request asks for by names. kv: element type of the KV cache, a key of the target's. lora: room for
+    adapters."""
 
     target: Target
     precision: Precision
     kv: str
     rounding: Rounding
     tuning: Records | None
+    lora: LoraRequest | None = None
 
 
 def settings_of(request: BuildRequest) -> Settings:
@@ -130,7 +143,31 @@ def settings_of(request: BuildRequest) -> Settings:
         raise RequestError(f"the quality of an engine for {target.name} is not measured while it is built; build it "
                            "without, and compare it with its checkpoint: ingot compare")
     _require_ranks(request, target)
-    return Settings(target, precision, _kv_precision(request, target, precision), rounding, _tuning(request, target))
+    return Settings(target, precision, _kv_precision(request, target, precision), rounding, _tuning(request, target),
+                    lora_of(request))
+
+
+def lora_of(request: BuildRequest) -> LoraRequest | None:
+    """The room for adapters. Raises RequestError for room that cannot be."""
+    if request.lora_max_rank is None:
+        for name in ("lora_max_adapters", "lora_modules"):
+            if getattr(request, name) is not None:
+                raise RequestError(f"{name} says more of the room for LoRA adapters, and none is asked for; say "
+                                   "lora_max_rank too, the largest rank")
+        return None
+    adapters = DEFAULT_ADAPTERS if request.lora_max_adapters is None else request.lora_max_adapters
+    for name, value, most in (("lora_max_rank", request.lora_max_rank, MAX_RANK),
+                              ("lora_max_adapters", adapters, MAX_ADAPTERS)):
+        if not 1 <= value <= most:
+            raise RequestError(f"{name} is {value}; expected 1 to {most}")
+    if request.tensor_parallel > 1:
+        raise RequestError(f"an engine that is divided among {request.tensor_parallel} GPUs has no room for LoRA "
+                           "adapters yet: their matrices would have to be divided with the layers.\n"
+                           "  Leave out lora_max_rank or tensor_parallel")
+    modules = tuple(dict.fromkeys(request.lora_modules or ()))
+    if request.lora_modules is not None and not modules:
+        raise RequestError("lora_modules is empty; name linear layers such as q_proj, or leave it out for all")
+    return LoraRequest(request.lora_max_rank, adapters, modules)
 
 
 def require_groups_asked_of(request: BuildRequest) -> None:

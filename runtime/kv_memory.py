@@ -30,7 +30,8 @@ def kv_cache_tokens(manifest: dict[str, Any], fraction: float = DEFAULT_FRACTION
     token_bytes, available = memory.get("kv_bytes_per_token", 0), available_bytes()
     if not token_bytes or not available:  # a model without attention, a system that does not tell its free memory
         return most_useful_tokens(manifest)
-    taken = memory.get("fixed_bytes", memory.get("weights_bytes", 0) + memory.get("arena_bytes", 0))
+    taken = memory.get("fixed_bytes", sum(memory.get(part, 0) for part in ("weights_bytes", "arena_bytes",
+                                                                           "lora_bytes")))
     tokens = int(fraction * (available - taken)) // token_bytes
     if tokens < 1:
         raise WorkFailed(f"no memory for a KV cache: {available} bytes are free, weights and arena take {taken}, and a "

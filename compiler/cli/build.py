@@ -21,7 +21,8 @@ from .report import Report
 _OF_ONE_BUILD = {"tensor_parallel": 1, "kv_precision": None, "max_batch_size": None, "max_num_tokens": None,
                  "max_seq_len": None, "name": None, "dump": None, "tuning_records": None, "compiler": "zig",
                  "calibrate": True, "calibration": None, "quantization_method": "best", "layers": None,
-                 "group_size": None, "group_minimums": None}
+                 "group_size": None, "group_minimums": None, "lora_max_rank": None, "lora_max_adapters": None,
+                 "lora_modules": None}
 
 _OPTIONS = {"calibrate": "--no-calibration", "layers": "--layer"}
 
@@ -47,6 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-seq-len", type=int, metavar="N", help="tokens of a sequence, prompt and answer together")
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N",
                         help="GPUs that the engine is divided among (default: 1)")
+    parser.add_argument("--lora-max-rank", type=int, metavar="R",
+                        help="make room for LoRA adapters of up to this rank, which servers load while they run")
+    parser.add_argument("--lora-max-adapters", type=int, metavar="N", help="how many of them at once (default: 4)")
+    parser.add_argument("--lora-modules", nargs="+", metavar="NAME",
+                        help="linear layers that they may change, such as q_proj v_proj (default: all but the head, "
+                        "routers and experts)")
     parser.add_argument("--kv-precision", metavar="P", help="of the KV cache (default: the precision's own)")
     parser.add_argument("--compiler", choices=("zig", "cc"), default="zig",
                         help="C compiler: the pinned zig (default), or this machine's cc")

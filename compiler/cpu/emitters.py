@@ -7,6 +7,7 @@ from ingot.plugins.attention import cpu as attention_cpu
 from ingot.plugins.embedding import cpu as embedding_cpu
 from ingot.plugins.expert_linear import cpu as experts_cpu
 from ingot.plugins.linear import cpu as linear_cpu
+from ingot.plugins.lora import cpu as lora_cpu
 from ingot.plugins.matmul import cpu as matmul_cpu
 from ingot.plugins.norm import cpu as norm_cpu
 from ingot.plugins.quantize import cpu as quantize_cpu
@@ -43,6 +44,25 @@ def _linear(low: Lowering, node: Node) -> None:
         x_stride=low.stride(source) if floats or not scheme.is_integer else 0)
     args = [low.arg(source), low.weight(w, Packing(scheme.name)), low.output(node.output), *map(low.arg, bias)]
     low.launch(node, linear_cpu.emit(low.tuned(problem)), args, {node.output: 2})
+
+
+def _lora_shrink(low: Lowering, node: Node) -> None:
+    x, offsets = node.values[0], [offset for _, offset in node.attrs["modules"]]
+    apart = offsets[1] - offsets[0] if len(offsets) > 1 else 0
+    assert offsets == [offsets[0] + number * apart for number in range(len(offsets))], offsets
+    problem = lora_cpu.Shrink(low.width(x), node.attrs["rank"], len(offsets), apart, low.slot_bytes, low.stride(x))
+    args = [low.arg(x), Arg("lora", offset=offsets[0]), low.output(node.output)]
+    low.launch(node, lora_cpu.shrink(problem), args, {node.output: 2}, adapters=True)
+
+
+def _lora_expand(low: Lowering, node: Node) -> None:
+    y, h = node.values[:2]
+    parts = [part[1:] for part in node.attrs["parts"]]
+    first = min(offset for _, _, offset, _ in parts)
+    problem = lora_cpu.Expand(low.width(y), low.width(h), node.attrs["rank"], low.slot_bytes, tuple(
+        (start, width, offset - first, column) for start, width, offset, column in parts))
+    args = [low.onto(node), low.arg(h), Arg("lora", offset=first)]
+    low.launch(node, lora_cpu.expand(problem), args, {node.output: 0}, adapters=True)
 
 
 def _expert_linear(low: Lowering, node: Node) -> None:
@@ -201,6 +221,8 @@ def _loop(low: Lowering, node: Node) -> None:
 EMITTERS: dict[str, Callable[[Lowering, Node], None]] = {
     "quantize": _quantize,
     "linear": _linear,
+    "lora_shrink": _lora_shrink,
+    "lora_expand": _lora_expand,
     "expert_linear": _expert_linear,
     "embedding": _embedding,
     "rms_norm": _norm,

@@ -10,9 +10,11 @@ from typing import Any
 from ingot.plugins.cpu.ceilings import CEILINGS
 from ingot.plugins.kernel import INCLUDE_DIR, CpuKernel, translation_unit
 from ingot.plugins.sampling.cpu import sampling
+from ingot.runtime.lora import LoraRoom
 
 from ..cache.build_cache import BuildCache
 from ..ir.graph import Graph
+from ..passes.add_lora import lora_room
 from ..plan.buckets import memory_report, token_buckets
 from ..plan.kv_cache import KvCache, plan_kv_cache
 from ..plan.plan import Bucket, Launch, Plan, Weight
@@ -33,6 +35,7 @@ KERNELS_A_FILE = 6
 @dataclass(frozen=True)
 class CpuProgram:
     """Everything of an engine but the bytes of its weights. tuning: the records that it was chosen by, of its problems.
+    lora: room for adapters.
     """
 
     isa: str
@@ -43,6 +46,7 @@ class CpuProgram:
     probes: dict[str, str]
     vocab_size: int
     tuning: Records | None = None
+    lora: LoraRoom | None = None
 
     def target_facts(self) -> dict[str, Any]:
         """For the manifest: the machine that the code is for, and what its processor must have."""
@@ -50,7 +54,7 @@ class CpuProgram:
 
     def facts(self) -> dict[str, Any]:
         """More of the manifest."""
-        return {}
+        return {"lora": self.lora.to_json()} if self.lora else {}
 
     def warnings(self) -> tuple[str, ...]:
         """What the user should know of it."""
@@ -81,7 +85,7 @@ class CpuProgram:
         return table
 
     def memory(self) -> dict[str, Any]:
-        return memory_report(self.weights, self.buckets, self.kv)
+        return memory_report(self.weights, self.buckets, self.kv, self.lora)
 
     def compile(self, compiler: str, cache: BuildCache | None = None) -> bytes:
         """The shared object. Raises CompileError or NoCompiler."""
@@ -130,4 +134,4 @@ def generate(graph: Graph, isa: str, limits: dict[str, int], block_size: int, tu
     if tuning is not None:
         tuning = tuning.only(kernel.choice for kernel in kernels.values() if kernel.choice is not None)
     return CpuProgram(isa, tuple(buckets), tuple(kernels.values()), tuple(weights.entries.values()), kv, probes, vocab,
-                      tuning)
+                      tuning, lora_room(graph))

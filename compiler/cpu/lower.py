@@ -72,9 +72,9 @@ class Lowering(BaseLowering):
         return [*parts, Arg("input", "block_tables", self.table_offset(slot))]
 
     def launch(self, node: Node, kernel: CpuKernel, args: list[Arg], writes: Mapping[str, int] | None = None,
-               op: str = "", rows: Dim = "") -> None:
+               op: str = "", rows: Dim = "", adapters: bool = False) -> None:
         """Add a launch. writes: value -> number of the argument that receives it; op: the node's, if not said; rows:
-        see Launch, of values that it writes whole."""
+        see Launch, of values that it writes whole; adapters: see Launch."""
         self.kernels[kernel.symbol] = kernel
         buffers = tuple(dict.fromkeys(a.name for a in args if a.kind == "value"))
         types = {name: self.type(self._drafts.get(name, name)) for name in writes or {}}
@@ -83,4 +83,4 @@ class Lowering(BaseLowering):
             self._row_bytes.update({args[arg].name: self._bytes(name) // self.count(rows)
                                     for name, arg in (writes or {}).items() if types[name].dtype == DType.F32})
         self.launches.append(Launch(kernel.symbol, tuple(args), node.origin, buffers, shown, op=op or node.op,
-                                    rows=str(rows)))
+                                    rows=str(rows), adapters=adapters))

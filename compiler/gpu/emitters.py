@@ -21,6 +21,7 @@ from .emit_attention import emit_attention, emit_kv_write, emit_rope, emit_rope_
 from .emit_collective import emit_collective
 from .emit_experts import emit_combine, emit_expert_linear, emit_route
 from .emit_linear import emit_linear, wanted_form, write_quantized
+from .emit_lora import emit_expand, emit_shrink
 from .emit_router import emit_norm_and_router, emit_router, norm_behind, wanted, write_wanted
 from .emit_select import emit_argmax, emit_cumsum, emit_matmul, emit_scatter, emit_softmax, emit_topk
 from .lower import GpuLowering
@@ -167,6 +168,8 @@ EMITTERS: dict[str, Callable[[GpuLowering, Node], None]] = {
     "attention": emit_attention,
     "route": emit_route,
     "expert_linear": emit_expert_linear,
+    "lora_shrink": emit_shrink,
+    "lora_expand": emit_expand,
     "combine": emit_combine,
     "softmax": emit_softmax,
     "cumsum": emit_cumsum,

@@ -10,11 +10,13 @@ from typing import Any
 
 from ingot.plugins.gpu.kernel import GpuKernel, GpuLaunch, TensorMap
 from ingot.plugins.gpu.sources import source_digest
+from ingot.runtime.lora import LoraRoom
 from ingot.runtime.program import Limits
 from ingot.runtime.step import StepLayout
 
 from ..cache.build_cache import BuildCache
 from ..ir.graph import Graph
+from ..passes.add_lora import lora_room
 from ..plan.buckets import memory_report, token_buckets
 from ..plan.kv_cache import KvCache, plan_kv_cache
 from ..plan.memory import Arena
@@ -46,6 +48,7 @@ class GpuProgram:
 
     meetings: likewise, where ranks exchange values
     tables: values that are made of positions alone
+    lora: room for adapters
     """
 
     gpu: Gpu
@@ -61,6 +64,7 @@ class GpuProgram:
     step_bytes: int
     meetings: dict[str, Any]
     tables: frozenset[str]
+    lora: LoraRoom | None = None
 
     def target_facts(self) -> dict[str, Any]:
         """For the manifest."""
@@ -77,9 +81,10 @@ class GpuProgram:
     def memory(self) -> dict[str, Any]:
         """Sizes in bytes, of one GPU. step_bytes: of a step's inputs and outputs; fixed_bytes: all but the KV cache;
         kv_tokens: that KV_FRACTION of the device's other memory holds, 0 where nothing is left."""
-        report = memory_report(self.weights, self.buckets, self.kv)
+        report = memory_report(self.weights, self.buckets, self.kv, self.lora)
         code = sum(len(compiled.cubin) for compiled in self.code.values())
         fixed = report["weights_bytes"] + report["arena_bytes"] + self.workspace.bytes + self.step_bytes + code
+        fixed += report.get("lora_bytes", 0)
         left = max(0, self.gpu.memory_bytes - fixed)
         blocks = int(KV_FRACTION * left) // self.kv.block_bytes // len(self.kv.windows)
         return report | {"workspace_bytes": self.workspace.bytes, "step_bytes": self.step_bytes, "code_bytes": code,
@@ -100,7 +105,8 @@ class GpuProgram:
         counts = {str(bucket.tokens): self.count_launches(bucket) for bucket in self.buckets}
         return {"launches_per_layer": {tokens: max(layers.values(), default=0)
                                        for tokens, (layers, _) in counts.items()},
-                "launches_outside_layers": {tokens: others for tokens, (_, others) in counts.items()}}
+                "launches_outside_layers": {tokens: others for tokens, (_, others) in counts.items()},
+                **({"lora": self.lora.to_json()} if self.lora else {})}
 
     def count_launches(self, bucket: Bucket) -> tuple[dict[int, int], int]:
         """(layer -> its launches, launches of a step that belong to none).
@@ -109,12 +115,13 @@ class GpuProgram:
         the first: the sum over a layer's choices is that layer's, though it makes the norm of the next one too, and the
         embedding is of no layer, though it makes the first norm. Nor are tables, which the first layer may name and all
         of them read; and what stands behind the last matrix of the last layer, for others leave that to the next one's
-        first: a norm behind the block, last norm, head and sampling.
+        first: a norm behind the block, last norm, head and sampling. Those for LoRA adapters are not counted.
         """
+        launches = [launch for launch in bucket.launches if not launch.adapters]
         matches = [None if launch.writes and launch.writes.keys() <= self.tables else _LAYER.search(launch.origin)
-                   for launch in bucket.launches]
+                   for launch in launches]
         found = [int(match[1] or match[2]) if match else None for match in matches]
-        inside = [number for number, launch in enumerate(bucket.launches)
+        inside = [number for number, launch in enumerate(launches)
                   if found[number] is not None and launch.op in _ENDS_A_LAYER]
         layers = Counter(layer for layer in found[:max(inside, default=-1) + 1] if layer is not None)
         return dict(layers), len(found) - layers.total()
@@ -165,7 +172,7 @@ def generate(graph: Graph, gpu: Gpu, floats: str, limits: dict[str, int], block_
     return GpuProgram(gpu, tuple(buckets), kernels, code, tuple(weights.entries.values()), kv, probes, vocab,
                       workspace, kernel_report(asked, code, gpu.arch), layout.num_bytes,
                       {request.symbol: dict(request.kernel) for lowering, _ in lowered for request in lowering.requests
-                       if isinstance(request, Meeting)}, _tables(graph))
+                       if isinstance(request, Meeting)}, _tables(graph), lora_room(graph))
 
 
 def _tables(graph: Graph) -> frozenset[str]:
@@ -210,7 +217,8 @@ def _launch(request: Request, launch: GpuLaunch, args: dict[str, Arg]) -> Launch
     assert not missing, f"{launch.kernel.symbol} in {request.origin}: nothing is given for {missing}"
     writes = {value: Write(numbers[name], shape, dtype) for value, (name, shape, dtype) in request.writes.items()
               if name in numbers}
-    return Launch(launch.kernel.symbol, given, request.origin, writes=writes, op=request.op, grid=launch.grid)
+    return Launch(launch.kernel.symbol, given, request.origin, writes=writes, op=request.op, grid=launch.grid,
+                  adapters=request.adapters)
 
 
 def _argument(arg: Arg, kind: str | TensorMap) -> Arg:

@@ -36,6 +36,7 @@ class Request:
     args       parameter of a kernel -> what it gets; "partial" and "arrived" are the workspace's
     buffers    that it reads or writes, in the arena
     writes     value -> (parameter, shape, element type in the plan)
+    adapters   it has nothing to do in a step without LoRA adapters
     """
 
     op: str
@@ -47,6 +48,7 @@ class Request:
     args: Mapping[str, Arg]
     buffers: tuple[str, ...]
     writes: Mapping[str, tuple[str, tuple[Dim, ...], str]]
+    adapters: bool = False
 
 
 @dataclass(frozen=True)
@@ -182,8 +184,9 @@ class GpuLowering(BaseLowering):
         return found | {"block_table": Arg("input", "block_tables", self.table_offset(slot))}
 
     def request(self, node: Node, found: Candidates, args: Mapping[str, Arg], writes: Mapping[str, str],
-                precision: str = "", native: bool = False, op: str = "") -> None:
-        """Ask for a launch. writes: value -> parameter that receives it; op: the node's, if not said.
+                precision: str = "", native: bool = False, op: str = "", adapters: bool = False) -> None:
+        """Ask for a launch. writes: value -> parameter that receives it; op: the node's, if not said; adapters: see
+        Request.
 
         Raises CannotCompile where no candidate is legal, with the reasons.
         """
@@ -199,7 +202,7 @@ class GpuLowering(BaseLowering):
         shown = {value: (parameter, self.type(value).shape, PLAN_DTYPES[self.stored[value]])
                  for value, parameter in writes.items()}
         self.requests.append(Request(op or node.op, node.origin, found.legal, refused, precision or self._float_rate(),
-                                     native, {**args, "sizes": Arg("input", "sizes")}, buffers, shown))
+                                     native, {**args, "sizes": Arg("input", "sizes")}, buffers, shown, adapters))
 
     def elements(self, value: str) -> int:
         """In the largest step of the bucket."""

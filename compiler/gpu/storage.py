@@ -17,9 +17,9 @@ _EXACT_INPUTS = {"softmax": (0,), "topk": (0,), "sort": (0,), "argmax": (0,), "c
                  "route": (0,), "combine": (1,), "rope": (1, 2), "rope_kv_write": (3, 4)}
 """Operands that kernels take in float32: scores, weights of experts, factors of rotations."""
 
-_EXACT_OUTPUTS = ("softmax", "topk", "sort", "cumsum", "scatter", "route")
+_EXACT_OUTPUTS = ("softmax", "topk", "sort", "cumsum", "scatter", "route", "lora_shrink")
 
-_ROUNDING = ("linear", "expert_linear", "embedding", "attention", "rms_norm", "layer_norm", "matmul")
+_ROUNDING = ("linear", "expert_linear", "embedding", "attention", "rms_norm", "layer_norm", "matmul", "lora_shrink")
 """What a value is made by needs not be exact beyond these: their own inputs are stored as all are."""
 
 

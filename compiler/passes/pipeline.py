@@ -12,6 +12,7 @@ from ..ir.types import DType
 from ..ir.verify import verify
 from ..precision import Precision
 from .add_experts_last import add_experts_last
+from .add_lora import LoraRequest, add_lora
 from .assign_precision import assign_precision
 from .fold_constants import fold_constants
 from .fuse_add_norm import fuse_add_norm
@@ -25,6 +26,7 @@ from .last_dim import bring_last
 from .match import eliminate_dead_code
 from .merge_duplicates import merge_duplicates
 from .merge_linears import merge_linears
+from .merge_lora import add_residuals_first, merge_lora
 from .place_kv import place_kv
 from .raise_linear import raise_linear
 from .raise_moe import raise_moe
@@ -43,8 +45,10 @@ KV_DTYPES = {"fp32": DType.F32, "bf16": DType.BF16, "fp16": DType.F16, "fp8": DT
 """Precision of the KV cache, as users name it -> element type."""
 
 
-def _raised(precision: Precision, stored: Mapping[str, str] | None) -> list[Pass]:
+def _raised(precision: Precision, stored: Mapping[str, str] | None, lora: LoraRequest | None) -> list[Pass]:
     """From the imported graph to operators of the field, with a scheme for every matrix; for all targets."""
+    # Before inputs are scaled: adapters were trained on the model's own.
+    room: list[Pass] = [("add_lora", partial(add_lora, request=lora))] if lora else []
     return [
         ("fold_constants", fold_constants),
         ("raise_linear", raise_linear),
@@ -55,16 +59,21 @@ def _raised(precision: Precision, stored: Mapping[str, str] | None) -> list[Pass
         ("merge_duplicates", merge_duplicates),
         ("gather_logits", gather_logits),
         ("assign_precision", partial(assign_precision, precision=precision, stored=stored)),
+        *room,
         ("split_input_scales", split_input_scales),
         ("smooth_inputs", smooth_inputs),
     ]
 
 
-def cpu_pipeline(precision: Precision, kv: str, stored: Mapping[str, str] | None = None) -> list[Pass]:
-    """From the imported graph to the one that is lowered, for CPU targets. stored: see assign_precision."""
+def cpu_pipeline(precision: Precision, kv: str, stored: Mapping[str, str] | None = None,
+                 lora: LoraRequest | None = None) -> list[Pass]:
+    """From the imported graph to the one that is lowered, for CPU targets. stored: see assign_precision. lora: room for
+    adapters."""
+    merge: list[Pass] = [("merge_lora", merge_lora)] if lora else []
     return [
-        *_raised(precision, stored),
+        *_raised(precision, stored, lora),
         ("merge_linears", merge_linears),
+        *merge,
         ("place_kv", partial(place_kv, kv_dtype=KV_DTYPES[kv])),
         ("fuse_rope_kv_write", fuse_rope_kv_write),
         ("fuse_add_norm", fuse_add_norm),
@@ -75,17 +84,19 @@ def cpu_pipeline(precision: Precision, kv: str, stored: Mapping[str, str] | None
 
 
 def gpu_pipeline(precision: Precision, kv: str, stored: Mapping[str, str] | None = None, num_ranks: int = 1,
-                 ) -> list[Pass]:
+                 lora: LoraRequest | None = None) -> list[Pass]:
     """Likewise for GPU targets: matrices quantize their own inputs there, and take in what surrounds them.
 
     num_ranks: GPUs that share the work; the graph is then that of each of them.
     """
     divide: list[Pass] = [("shard", partial(shard_graph, num_ranks=num_ranks))] if num_ranks > 1 else []
+    merge: list[Pass] = [("merge_lora", merge_lora), ("add_residuals_first", add_residuals_first)] if lora else []
     return [
-        *_raised(precision, stored),
+        *_raised(precision, stored, lora),
         *divide,
         ("spell_out_matrices", spell_out_matrices),
         ("merge_linears", partial(merge_linears, routers_apart=True)),
+        *merge,
         ("fuse_gate", fuse_gate),
         ("scale_embedding", scale_embedding),
         ("place_kv", partial(place_kv, kv_dtype=KV_DTYPES[kv])),

@@ -10,12 +10,12 @@ _BY_TOKEN = {"rope_kv_write": (0, 1, 2), "kv_write": (0, 1), "attention": (0,), 
              "layer_norm": (0,)}
 """Values [T, …]: whatever lies inside a token's row, the rows of tokens may be further apart than they are long."""
 
-_BY_ROW = {"quantize": (0,), "linear": (0,)}
+_BY_ROW = {"quantize": (0,), "linear": (0,), "lora_shrink": (0,)}
 """Values [T, K]: kernels that know no rows within those of tokens."""
 
 _GPU_BY_TOKEN = {"rope_kv_write": (0, 1, 2), "kv_write": (0, 1), "attention": (0,), "rope": (0,),
                  "rms_norm": (0,), "layer_norm": (0,)}
-_GPU_BY_ROW = {"linear": (0,)}
+_GPU_BY_ROW = {"linear": (0,), "lora_shrink": (0,)}
 
 ALIGNED_ELEMENTS = 8
 """Kernels of GPUs take column ranges that begin at multiples of 16 bytes, in rows of such multiples: of 16-bit values

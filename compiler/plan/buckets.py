@@ -4,6 +4,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ingot.runtime.lora import LoraRoom
+
 from ..weights.packed import PackedWeight
 from .kv_cache import KvCache
 from .plan import Bucket
@@ -17,12 +19,15 @@ def token_buckets(max_num_tokens: int) -> list[int]:
     return buckets
 
 
-def memory_report(weights: Sequence[PackedWeight], buckets: Sequence[Bucket], kv: KvCache) -> dict[str, Any]:
-    """Sizes in bytes. kv_tables: the window of each block table, null if it has none, and its number of layers."""
+def memory_report(weights: Sequence[PackedWeight], buckets: Sequence[Bucket], kv: KvCache,
+                  lora: LoraRoom | None = None) -> dict[str, Any]:
+    """Sizes in bytes. kv_tables: the window of each block table, null if it has none, and its number of layers.
+    lora_bytes: of the slots for adapters, where there is room for some."""
     largest = max(buckets, key=lambda bucket: bucket.arena_bytes)
     return {"weights_bytes": sum(weight.size_bytes for weight in weights),
             "arena_bytes": largest.arena_bytes, "arena_bound_bytes": largest.arena_bound_bytes,
             "arena_unshared_bytes": largest.arena_unshared_bytes,
+            **({"lora_bytes": lora.num_bytes} if lora else {}),
             "kv_block_size": kv.block_size, "kv_block_bytes": kv.block_bytes,
             "kv_tables": [{"window": window, "layers": sum(slot.table == table for slot in kv.slots)}
                           for table, window in enumerate(kv.windows)],

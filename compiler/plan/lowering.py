@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from ..errors import CannotCompile
 from ..ir.graph import Graph, Node
+from ..ir.ops_lora import SLOTS
 from ..ir.types import Dim, TensorType, concrete, extent, product, split_dim
 from ..weights.packed import RAW, Packing, WeightTable
 from .kv_cache import KvCache, KvSlot
@@ -161,6 +162,16 @@ class BaseLowering:
                                                self.last_reader.get(value, self.position))
         return place.arg
 
+    def onto(self, node: Node) -> Arg:
+        """Of lora_expand: the memory of its first operand, which becomes that of its result. It must be there, since a
+        step without adapters leaves the launch out. Raises CannotCompile."""
+        value, source = node.output, node.values[0]
+        arg = self.in_place(value, source, beside=node.values[1:])
+        if arg is None:
+            raise CannotCompile(f"lora_expand onto {source}, which something else reads or is a part of\n"
+                                f"  in {node.origin}")
+        return arg
+
     def require_same_rows(self, node: Node) -> None:
         """Of scatter: raises CannotCompile unless all operands but a lone element have the same rows."""
         x, index, source = node.values
@@ -184,6 +195,11 @@ class BaseLowering:
     def deferred(self, value: str) -> str | None:
         """What to read in the place of a value that was not made."""
         return self._deferred.get(value)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of a slot for adapters."""
+        return int(self.type(SLOTS).shape[1])
 
     def kv_slot(self, slot: int) -> KvSlot:
         return self._kv_slots[slot]

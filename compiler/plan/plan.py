@@ -20,6 +20,7 @@ class Arg:
            "weight" a packed blob of the engine, `offset` bytes in
            "kv"     a part ("k", "v", "k_scale" or "v_scale") of KV-cache slot `name`, in the first block
            "input"  an array of the step (runtime/step.py), `offset` bytes in
+           "lora"   the first slot for adapters, `offset` bytes in
            "null"   nothing
            "workspace"  memory that the launches of a GPU share, `offset` bytes in
            "scalar" no place, but the number `offset`
@@ -36,7 +37,7 @@ class Arg:
         if self.rectangle is not None:
             rows, columns, stride = self.rectangle
             return ["tensormap", replace(self, rectangle=None).to_json(offsets), [rows, columns], stride]
-        if self.kind in ("workspace", "scalar"):
+        if self.kind in ("workspace", "scalar", "lora"):
             return [self.kind, self.offset]
         if self.kind == "value":
             return ["arena", offsets[self.name] + self.offset]
@@ -65,7 +66,7 @@ class Launch:
 
     op: what it computes, as the graph calls it; for profiles. grid: blocks in x, y and z, of GPUs. rows: how many it
     divides evenly among the workers of a CPU, in the words of plugins/constants.py, if it touches of each value the row
-    that it is at and of no other; else "".
+    that it is at and of no other; else "". adapters: it has nothing to do in a step without LoRA adapters.
     """
 
     kernel: str
@@ -77,6 +78,7 @@ class Launch:
     op: str = ""
     grid: tuple[int, int, int] | None = None
     rows: str = ""
+    adapters: bool = False
 
 
 @dataclass(frozen=True)
@@ -163,6 +165,8 @@ def _launch_json(launch: Launch, offsets: dict[str, int]) -> dict[str, Any]:
         entry["op"] = launch.op
     if launch.origin:
         entry["origin"] = launch.origin
+    if launch.adapters:
+        entry["adapters"] = True
     if launch.writes:
         entry["writes"] = {name: {"arg": w.arg, "shape": list(w.shape), "dtype": w.dtype}
                            for name, w in launch.writes.items()}

@@ -43,6 +43,12 @@ LIMITS: Mapping[str, Field] = {
     "max_num_tokens": Field("count", "Tokens in a step."),
     "max_seq_len": Field("count", "Tokens of a sequence, prompt and answer together."),
 }
+LORA: Mapping[str, Field] = {
+    "max_rank": Field("count", "Largest rank of an adapter, 1 to 256.", required=True),
+    "max_adapters": Field("count", "Adapters that are served at once (default 4)."),
+    "modules": Field("texts", "Linear layers that they may change, such as q_proj; default: all but the head, routers "
+                     "and experts."),
+}
 QUALITY: Mapping[str, Field] = {
     "measure": Field("flag", "Run the engine over a held-out text and record how far it is from the model."),
     "max_perplexity_increase": Field("share", "Fail if its perplexity is further above the model's: 0.01 for one per "
@@ -55,6 +61,7 @@ _SHARED: Mapping[str, Field] = {
     "quality": Field("object", "What is measured on this machine after the build, and what fails it.", fields=QUALITY),
     "layers": Field("choices", "Pattern of names of layers, with * and ? -> their precision; the most exact pattern "
                     "decides.", choices=_precisions()),
+    "lora": Field("object", "Room for LoRA adapters, which servers load while they run.", fields=LORA),
     "tensor_parallel": Field("count", "GPUs that one engine is divided among (default 1)."),
     "kv_precision": Field("text", "Element type of the KV cache; default: the precision's own."),
     "calibrate": Field("flag", "Round weights of 4 bits for the inputs they meet (default true)."),

@@ -37,6 +37,8 @@ class Recipe:
             limits = {**self.entries.get("limits", {}), **matrix.get("limits", {})}
             layers = {**self.entries.get("layers", {}), **matrix.get("layers", {})}
             quality = {**self.entries.get("quality", {}), **matrix.get("quality", {})}
+            lora = {f"lora_{key}": value for key, value in
+                    {**self.entries.get("lora", {}), **matrix.get("lora", {})}.items()}
             if "measure" in quality:
                 quality["measure_quality"] = quality.pop("measure")
             asked = {name: value for name, value in options.items() if value is not None}
@@ -49,7 +51,7 @@ class Recipe:
                     found[output] = BuildRequest(
                         model=model or self._model(), target=target, precision=precision, output=output,
                         name=self.name, config=self.entries.get("config"), layers=layers or None,
-                        **{**limits, **quality, **chosen, **asked})
+                        **{**limits, **quality, **lora, **chosen, **asked})
         return list(found.values())
 
     def _model(self) -> str:

@@ -69,7 +69,7 @@ def _plain(value: Any) -> str:
 def fits(engine: EngineFile, wanted: str) -> dict[str, Any]:
     """What a GPU of that name, or with so much memory ("24GiB"), has room for; "all": each that is known."""
     memory = engine.manifest["memory"]
-    fixed = memory.get("fixed_bytes", sum(memory.get(f"{part}_bytes", 0) for part in ("weights", "arena")))
+    fixed = memory.get("fixed_bytes", sum(memory.get(f"{part}_bytes", 0) for part in ("weights", "arena", "lora")))
     longest = longest_kv_bytes(memory, engine.manifest["limits"]["max_seq_len"])
     gpus = [_room(gpu, memory, fixed, longest) for gpu in _gpus(engine, wanted)]
     return {"engine": engine.path, "target": engine.manifest["target"]["name"], "fixed_bytes": fixed,

@@ -169,7 +169,8 @@ def test_lowered_operators_are_their_references(case: Lowered, tolerance: float,
 
 def test_every_emitter_is_tried() -> None:
     tried = {node.op for case, _ in CASES for node in case.graph.nodes}
-    assert set(EMITTERS) <= tried
+    of_adapters = {"lora_shrink", "lora_expand"}  # with their slots, in tests/compiler/test_lora.py
+    assert set(EMITTERS) - of_adapters <= tried
 
 
 def test_what_no_kernel_takes_is_refused() -> None:
