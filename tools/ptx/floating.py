@@ -19,6 +19,8 @@ _REGISTER = {"f16": "u2", "bf16": "u2", "f32": "u4", "f64": "u8", "f16x2": "u4",
 _KNOWN = {"rn", "ftz", "approx", "full", "NaN", "sat", "relu", "xorsign", "abs", *_TYPES}
 
 _ULP2 = 2.0**-22
+_ROUNDING = 2.0**-24
+"""The share of rounding to float32 in an error."""
 _BOUNDS = {"ex2": 2.0**-22.5, "rsqrt": 2.0**-22.9, "rcp": 2.0**-23, "sqrt": 2.0**-23, "tanh": 2.0**-11, "div": _ULP2,
            "lg2": 2.0**-22, "sin": 2.0**-20.5, "cos": 2.0**-20.5}
 """Largest errors, relative; of lg2, sin and cos (in -2 pi to 2 pi) absolute. Source: PTX ISA, floating-point
@@ -169,8 +171,7 @@ def function(op: Instruction, code: Code) -> Run:
 
 def _approximate(name: str, exact: Callable[..., Any], *values: np.ndarray) -> np.ndarray:
     true = exact(*[x.astype(np.float64) for x in values])
-    share = noise(values[-1])
-    error = _BOUNDS[name] * share
+    error = (_BOUNDS[name] - _ROUNDING) * noise(values[-1])
     if name in ("lg2", "sin", "cos"):
         return true + np.where(np.isfinite(true) & (true != 0), error, 0)
     if name in ("ex2", "rcp"):
