@@ -11,7 +11,13 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ..errors import RequestError
-from .engine_options import add_device_argument, add_engine_argument, add_speculation_argument
+from .engine_options import (
+    add_device_argument,
+    add_engine_argument,
+    add_lora_argument,
+    add_speculation_argument,
+    load_adapter,
+)
 from .sampling_options import add_sampling_arguments, sampling_params
 
 if TYPE_CHECKING:
@@ -26,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_argument(parser)
     parser.add_argument("--system", metavar="TEXT", help="a system message before all others")
     add_sampling_arguments(parser, max_tokens=1024)
+    add_lora_argument(parser)
     add_device_argument(parser)
     parser.add_argument("--num-workers", type=int, metavar="N", help="threads (default: physical cores)")
     add_speculation_argument(parser)
@@ -43,6 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
                      speculative_tokens=arguments.speculative_tokens) as engine:
         if engine.tokenizer is None or not engine.tokenizer.has_chat_template:
             raise RequestError(f"{arguments.engine} has no chat template.\n  `ingot generate` continues a text")
+        lora = load_adapter(engine, arguments.lora)
         begin = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
         messages = list(begin)
         if at_terminal:
@@ -51,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
             if text.strip() == "/new":
                 messages = list(begin)
             elif text.strip():
-                messages = _turn(engine, messages, text, params, arguments.json)
+                messages = _turn(engine, messages, text, params, lora, arguments.json)
     return 0
 
 
@@ -69,11 +77,11 @@ def _read(at_terminal: bool) -> str | None:
 
 
 def _turn(engine: "Engine", messages: list[dict[str, str]], text: str, params: "SamplingParams",
-          as_json: bool) -> list[dict[str, str]]:
+          lora: str | None, as_json: bool) -> list[dict[str, str]]:
     """The conversation with this message and its answer; without both if it cannot be answered."""
     asked = [*messages, {"role": "user", "content": text}]
     try:
-        answer, reason, count = _answer(engine, asked, params, not as_json)
+        answer, reason, count = _answer(engine, asked, params, lora, not as_json)
     except RequestError as error:  # such as a conversation that has become too long
         print(f"ingot: {type(error).__name__}: {error}\n  /new begins another conversation", file=sys.stderr)
         return messages
@@ -86,7 +94,7 @@ def _turn(engine: "Engine", messages: list[dict[str, str]], text: str, params: "
 
 
 def _answer(engine: "Engine", messages: list[dict[str, str]], params: "SamplingParams",
-            shown: bool) -> tuple[str, str, int]:
+            lora: str | None, shown: bool) -> tuple[str, str, int]:
     """Text, "stop", "length" or "interrupted", and the number of tokens."""
     interrupted = False
 
@@ -94,7 +102,7 @@ def _answer(engine: "Engine", messages: list[dict[str, str]], params: "SamplingP
         nonlocal interrupted
         interrupted = True
 
-    stream = engine.stream(messages, params.seeded())
+    stream = engine.stream(messages, params.seeded(), lora)
     pieces, reason = [], "interrupted"
     before = signal.signal(signal.SIGINT, interrupt)  # between two steps, not within one
     try:

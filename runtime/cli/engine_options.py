@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ..engine import Engine
     from ..engine_file import EngineFile
     from ..executor.loading import EngineOptions
 
@@ -31,6 +32,21 @@ def add_device_argument(parser: Any) -> None:
     """--device, of every verb that runs an engine."""
     parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda, cuda:NUMBER, or emulator, which runs an engine "
                         "for GPUs on the CPU, slowly (default: what the engine was built for)")
+
+
+def add_lora_argument(parser: argparse.ArgumentParser) -> None:
+    """--lora, of verbs that answer for one user."""
+    parser.add_argument("--lora", metavar="PATH", help="a LoRA adapter that PEFT saved; PATH@sha256:HASH: only if this "
+                                                       "is its content")
+
+
+def load_adapter(engine: Engine, lora: str | None) -> str | None:
+    """The adapter that --lora names; what requests call it."""
+    if lora is None:
+        return None
+    from ..adapters.source import AdapterSource
+
+    return engine.adapters.load("lora", AdapterSource.parse(lora).read()).name
 
 
 def add_speculation_argument(parser: Any) -> None:

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import RequestError
 from .beside import Beside
-from .engine_options import add_device_argument, add_engine_argument, add_speculation_argument, open_engine
+from .engine_options import (
+    add_device_argument,
+    add_engine_argument,
+    add_lora_argument,
+    add_speculation_argument,
+    load_adapter,
+    open_engine,
+)
 from .output import print_json, size
 from .sampling_options import add_sampling_arguments, sampling_params
 
@@ -28,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="a system message before the prompt; with a chat only")
     add_sampling_arguments(parser, max_tokens=256)
     parser.add_argument("--ignore-eos", action="store_true", help="do not end where the model ends")
+    add_lora_argument(parser)
     add_device_argument(parser)
     parser.add_argument("--num-workers", type=int, metavar="N", help="threads (default: physical cores)")
     add_speculation_argument(parser)
@@ -55,10 +63,11 @@ def _run(arguments: argparse.Namespace) -> int:
                      speculative_tokens=arguments.speculative_tokens) as engine:
         loaded = time.perf_counter()
         gc.enable()
+        lora = load_adapter(engine, arguments.lora)
         token_ids = beside.result() if beside is not None else None
         if token_ids is None:  # without a process of its own, or for the error that it met
             token_ids = engine.encode(_prompt(arguments, text, engine.tokenizer))
-        pieces, times = _answer(engine.stream(token_ids, params), not arguments.json)
+        pieces, times = _answer(engine.stream(token_ids, params, lora), not arguments.json)
         facts = _facts(engine, len(token_ids), pieces, [loaded - begin, *(moment - loaded for moment in times)])
     if arguments.json:
         print_json({"engine": engine.hash, "seed": params.seed, **facts})

@@ -156,8 +156,8 @@ def _need_packages(settings: ServerSettings) -> None:
 
 
 async def _serve(settings: ServerSettings, arguments: argparse.Namespace) -> int:
+    from ..adapters.source import parse_named
     from ..executor.loading import LoadedEngine
-    from ..servers.adapters import parse_named
     from ..servers.context import ServerContext
     from ..servers.served import ServedEngine
 

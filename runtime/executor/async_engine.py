@@ -70,9 +70,9 @@ class AsyncEngine:
     def generate(self, request: Request) -> OutputStream:
         """Starts a request. The outputs of all its answers come out of the iterator, each answer's in order.
 
-        Raises at once QueueFull, Draining, EngineFailed, DuplicateRequest, PromptError, NeverFits, UnknownAdapter. What
-        goes wrong later is told by an output with finish_reason "error". Cancelling the task that waits for an output, closing
-        the iterator (aclose), and letting go of it, cancel the request.
+        Raises at once QueueFull, Draining, EngineFailed, DuplicateRequest, PromptError, NeverFits, UnknownAdapter.
+        What goes wrong later is told by an output with finish_reason "error". Cancelling the task that waits for an
+        output, closing the iterator (aclose), and letting go of it, cancel the request.
         """
         request_id = request.request_id
         if request_id in self._mailboxes:

@@ -6,50 +6,17 @@ import asyncio
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING
 
-from ..adapters.adapter import Adapter
 from ..adapters.errors import AdapterError, AdapterExists, AdapterLoadingOff
 from ..adapters.loaded import LoadedAdapter, check_name
 from ..executor.request import Draining
 
 if TYPE_CHECKING:
+    from ..adapters.source import AdapterSource
     from ..lora import LoraRoom
     from .context import ServerContext
     from .served import ServedEngine
-
-_PIN = "@sha256:"
-
-
-class AdapterSource(NamedTuple):
-    """Where an adapter is read from. sha256: what its content must have; None: whatever it has."""
-
-    path: str
-    sha256: str | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """Of PATH[@sha256:HASH]. Raises AdapterError."""
-        path, pin, sha256 = text.partition(_PIN)
-        if pin:
-            check_sha256(sha256, text)
-        return cls(path, sha256 if pin else None)
-
-
-def parse_named(text: str) -> tuple[str, AdapterSource]:
-    """Of NAME=PATH[@sha256:HASH]. Raises AdapterError."""
-    name, equals, source = text.partition("=")
-    if not equals or not source:
-        raise AdapterError(f"{text[:200]!r}: expected NAME=PATH, or NAME=PATH@sha256:HASH")
-    check_name(name)
-    return name, AdapterSource.parse(source)
-
-
-def check_sha256(text: str, where: str) -> None:
-    """Raises AdapterError for what is no SHA-256."""
-    if len(text) != 64 or not set(text) <= set("0123456789abcdef"):
-        raise AdapterError(f"{where[:200]}: the SHA-256 is {text[:80]!r}; expected 64 hexadecimal digits in lower case")
-
 
 class ServerAdapters:
     """Belongs to the context's loop."""
@@ -79,7 +46,7 @@ class ServerAdapters:
         """Before the first request. Raises AdapterError, AdapterExists."""
         for name, source in sources:
             self._check_name(name)
-            self._context.current.engine.adapters.load(name, Adapter.read(source.path, source.sha256))
+            self._context.current.engine.adapters.load(name, source.read())
 
     async def load(self, name: str, source: AdapterSource) -> LoadedAdapter:
         """From now on requests may name it. Raises AdapterLoadingOff, AdapterError, AdapterExists, Draining."""
@@ -89,7 +56,7 @@ class ServerAdapters:
             if self._context.is_draining:
                 raise Draining("the server drains: no adapter is loaded any more")
             adapters = self._context.current.engine.adapters
-            return await asyncio.to_thread(lambda: adapters.load(name, Adapter.read(path, source.sha256)))
+            return await asyncio.to_thread(lambda: adapters.load(name, source._replace(path=path).read()))
 
     async def unload(self, name: str) -> LoadedAdapter:
         """New requests that name it are refused; those that run or wait end as they began.
@@ -133,7 +100,7 @@ class ServerAdapters:
                                     "  ingot serve --lora-folder FOLDER lets it load others from there")
         return Path(os.path.realpath(self._folder))
 
-    def _allowed(self, path: str) -> Path:
+    def _allowed(self, path: str) -> str:
         """The folder itself is on the server: what clients name must lie below it, wherever links lead."""
         folder = self._check_on()
         try:
@@ -143,4 +110,4 @@ class ServerAdapters:
         if folder not in found.parents:
             raise AdapterLoadingOff(f"{path[:200]!r} does not lie below the folder that this server loads adapters "
                                     "from (ingot serve --lora-folder)")
-        return found
+        return str(found)

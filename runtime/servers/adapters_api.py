@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from ..adapters.errors import AdapterExists, AdapterLoadingOff, UnknownAdapter
+from ..adapters.source import AdapterSource, check_sha256
 from ..errors import IngotError
 from ..executor.request import Draining
 from . import openai_fields as fields
-from .adapters import AdapterSource, check_sha256
 from .openai_errors import ApiError, invalid
 from .openai_request import known_fields
 from .openai_response import to_json

@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from ..adapters.errors import AdapterError
-from .adapters import AdapterSource, check_sha256
+from ..adapters.source import AdapterSource, check_sha256
 from .grpc_errors import InvalidField, Unsupported
 from .metrics_text import render
 from .proto import control_pb2 as pb

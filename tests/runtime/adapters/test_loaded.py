@@ -26,7 +26,7 @@ def test_names_and_numbers(tmp_path: Path) -> None:
         adapters.load("one", second)
     assert adapters.unload("one") is one
     for call in (adapters.get, adapters.unload):
-        with pytest.raises(UnknownAdapter, match="no adapter 'one' is loaded; loaded are: org/two:v1.0"):
+        with pytest.raises(UnknownAdapter, match=r"no adapter 'one' is loaded; loaded are: org/two:v1\.0"):
             call("one")
     again = adapters.load("one", first)
     assert len({one.number, two.number, again.number}) == 3, "what is cached of one must not be found by another"

@@ -31,9 +31,9 @@ def test_what_was_said_before_is_part_of_the_next_turn(
     seen: list[Any] = []
     stream = Engine.stream
 
-    def recorded(self: Engine, prompt: Any, params: Any) -> Any:
+    def recorded(self: Engine, prompt: Any, *others: Any) -> Any:
         seen.append(prompt)
-        return stream(self, prompt, params)
+        return stream(self, prompt, *others)
 
     monkeypatch.setattr(Engine, "stream", recorded)
     status, out, err = say(monkeypatch, capsys, "Hi\n\n  \nAnd\n/new\nHi\n/quit\nnever\n", mock_path, "--system", "S",

@@ -17,9 +17,9 @@ import pytest
 from smg_grpc_proto import trtllm_service_pb2 as trtllm
 
 from ingot.runtime.adapters.adapter import Adapter
+from ingot.runtime.adapters.source import AdapterSource
 from ingot.runtime.devices.null_memory import NullMemory
 from ingot.runtime.servers import http_server
-from ingot.runtime.servers.adapters import AdapterSource
 from ingot.runtime.servers.context import ServerSettings
 from ingot.runtime.servers.proto import control_pb2 as pb
 from ingot.runtime.servers.proto import kserve_v2_pb2 as kserve

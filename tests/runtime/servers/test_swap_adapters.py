@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from ingot.runtime.servers.adapters import AdapterSource
+from ingot.runtime.adapters.source import AdapterSource
 from ingot.runtime.servers.context import ServerSettings
 from ingot.runtime.servers.proto import control_pb2 as pb
 from ingot.runtime.store.store import Store
