@@ -29,6 +29,9 @@ RESIDENT_BLOCKS = 16
 _BUDGET = 4096
 """Stretches after which a group that meets nothing gives way: it may be waiting for another block's memory."""
 _MOST_IDLE = 200_000
+_PATIENCE = (2, 8, 64)
+"""One of these is chosen for a launch: after how many turns of groups, on the average, a piece of asynchronous work
+that nobody waits for is done."""
 
 
 @dataclass(frozen=True)
@@ -169,23 +172,25 @@ class Scheduler:
 
     def run(self) -> None:
         random, idle = self._launch.random, 0
+        patience = int(random.choice(_PATIENCE))
         while ready := [group for group in self._groups if group.fragments]:
             free = [group for group in ready if not group.stuck]
             pending = [block for block in self._blocks if block.pending]
-            if pending and (not free or random.integers(4) == 0):
-                block = pending[int(random.integers(len(pending)))]
-                block.pending.pop(0)()
+            if pending and (not free or random.integers(patience) == 0):
+                _do_one(pending[int(random.integers(len(pending)))], random)
                 self._wake()
                 continue
             if not free:
                 raise PtxError("all warps wait: " + self._where(ready))
             group = free[int(random.integers(len(free)))]
             idle = 0 if self._run(group) else idle + 1
+            if not group.stuck:  # it may have done what another waits for
+                self._wake()
             if idle > _MOST_IDLE:
                 raise PtxError("no end in sight: " + self._where(ready))
         for block in self._blocks:
             while block.pending:
-                block.pending.pop(0)()
+                _do_one(block, random)
         if self._waiting:
             (number, barrier), _ = next(iter(self._waiting.items()))
             raise PtxError(f"block {self._blocks[number].index} waits at barrier {barrier}, and nobody else comes")
@@ -321,6 +326,10 @@ class Scheduler:
             group.stuck = False
         del self._arrived[key]
         self._launch.shared_access.barrier(key[0])
+
+
+def _do_one(block: Block, random: np.random.Generator) -> None:
+    block.pending.pop(int(random.integers(len(block.pending))))()
 
 
 def _shown(op: Instruction | None) -> str:

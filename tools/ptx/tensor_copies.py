@@ -117,7 +117,7 @@ def bulk_tensor(op: Instruction, code: Code) -> Run:
         raise PtxError(f"{op.opcode}: one side must be in shared memory")
     if any(op.has(part) for part in ("multicast::cluster", "im2col", "gather4", "scatter4", "L2::cache_hint")):
         raise PtxError(f"{op.opcode}: only tiles of one block are supported")
-    return _read(op) if op.parts.index("global") > 4 else _write(op)
+    return _write(op) if op.parts[5] == "global" else _read(op)
 
 
 def _read(op: Instruction) -> Run:
