@@ -40,6 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", help="a server instead: grpc://HOST:PORT, http://HOST:PORT, grpcs:// or https://")
     server = parser.add_argument_group("the server")
     server.add_argument("--model", metavar="NAME", help="by HTTP; default: the first that it has")
+    server.add_argument("--lora", action="append", default=[], metavar="NAME",
+                        help="by HTTP: an adapter of the server; requests name these in turn; may be repeated")
     server.add_argument("--token-file", metavar="FILE", help="the bearer token that it wants")
     server.add_argument("--tls-ca", metavar="FILE", help="certificates to trust, PEM")
     server.add_argument("--metrics-url", metavar="URL", help="with grpc://: where its metrics are, if not over gRPC")
@@ -242,6 +244,8 @@ async def _bench(arguments: argparse.Namespace, plan: Plan) -> Result:
 
 @asynccontextmanager
 async def _driver(arguments: argparse.Namespace) -> AsyncGenerator[Driver, None]:
+    if arguments.lora and not (arguments.url or "").startswith(("http://", "https://")):
+        raise RequestError("--lora goes with --url http://HOST:PORT: it names adapters that the server has loaded")
     if arguments.url is None:
         from ..bench.drivers.in_process import in_process
 
@@ -254,7 +258,7 @@ async def _driver(arguments: argparse.Namespace) -> AsyncGenerator[Driver, None]
     if url.scheme in ("http", "https") and url.netloc:
         from ..bench.drivers.http import HttpDriver
 
-        yield HttpDriver(arguments.url, arguments.model, token, arguments.tls_ca)
+        yield HttpDriver(arguments.url, arguments.model, token, arguments.tls_ca, arguments.lora)
     elif url.scheme in ("grpc", "grpcs") and url.netloc:
         from ..bench.drivers.grpc import GrpcDriver
 

@@ -47,6 +47,7 @@ def life_cycle(running: Running, now: float) -> dict[str, object]:
     arrival        seconds since 1970
     queue_s        until it was admitted; ttft_s: until the first token of any of its answers
     itl_mean_s, itl_max_s  between two tokens of one answer
+    adapter        name of its LoRA adapter
     finish_reasons of each answer; error: why the first that failed did
     """
     request, answers = running.request, running.answers
@@ -57,6 +58,7 @@ def life_cycle(running: Running, now: float) -> dict[str, object]:
     error = next((answer.error for answer in answers if answer.error is not None), None)
     return {
         "request_id": request.request_id,
+        "adapter": request.lora,
         "arrival": round(time.time() - (now - request.arrival), 6),
         "queue_s": _since(request.arrival, running.admitted_at),
         "ttft_s": _since(request.arrival, first),

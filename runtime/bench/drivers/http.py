@@ -1,8 +1,9 @@
 """A server that speaks OpenAI's HTTP interface: Ingot's, or another that takes `ignore_eos`."""
 
+import itertools
 import json
 import ssl
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import aiohttp
@@ -18,10 +19,13 @@ _MAX_LINE_BYTES = 1 << 20
 
 class HttpDriver:
     def __init__(self, url: str, model: str | None = None, token: str | None = None,
-                 ca_file: str | None = None) -> None:
-        """url: http[s]://host:port, without /v1. model: by default the first that the server names."""
+                 ca_file: str | None = None, adapters: Sequence[str] = ()) -> None:
+        """url: http[s]://host:port, without /v1. model: by default the first that the server names. adapters: LoRA
+        adapters that requests name in turn, in place of the model."""
         self._url = url.rstrip("/").removesuffix("/v1")
         self._model = model
+        self._adapters = tuple(adapters)
+        self._asked = itertools.cycle(self._adapters)
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._tls = _trusting(ca_file) if ca_file else True
         self._session: aiohttp.ClientSession | None = None
@@ -43,20 +47,25 @@ class HttpDriver:
                 names = [entry["id"] for entry in entries]
         except (aiohttp.ClientError, OSError, ValueError, KeyError, TypeError) as error:
             raise ServerUnreachable(f"{self._url}/v1/models: {str(error) or type(error).__name__}") from None
-        if not names or (self._model is not None and self._model not in names):
-            wanted = f"no model {self._model!r}" if self._model else "no model"
-            raise ServerUnreachable(f"{self._url} has {wanted}; it has {', '.join(names) or 'none'}")
+        wanted = [*([self._model] if self._model is not None else []), *self._adapters]
+        if not names or (missing := set(wanted) - set(names)):
+            lacks = f"no model {min(missing)!r}" if names else "no model"
+            raise ServerUnreachable(f"{self._url} has {lacks}; it has {', '.join(names) or 'none'}")
         entry = entries[names.index(self._model)] if self._model else entries[0]
         self._model = entry["id"]
-        engine = entry.get("engine") or {}
+        # An adapter tells the model that it belongs to, and that the engine.
+        engine = entry.get("engine") or next((each["engine"] for each in entries if each["id"] == entry.get("parent")
+                                              and each.get("engine")), {})
         settings = {key: value for key, value in engine.items() if key not in ("hash", "vocab_size", "max_seq_len")}
+        if self._adapters:
+            settings["adapters"] = ", ".join(self._adapters)
         return Facts(self._url, entry["id"], engine.get("hash"), engine.get("vocab_size"), entry.get("max_model_len"),
                      engine.get("kv_block_size") or 16, settings)
 
     async def generate(self, request_id: str, prompt: list[int] | str,
                        output_tokens: int) -> AsyncGenerator[Delivery, None]:
-        body = {"model": self._model, "prompt": prompt, "max_tokens": output_tokens, "temperature": 0,
-                "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
+        body = {"model": next(self._asked, self._model), "prompt": prompt, "max_tokens": output_tokens,
+                "temperature": 0, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
                 "return_token_ids": True}
         try:
             async with self._client().post(f"{self._url}/v1/completions", json=body,

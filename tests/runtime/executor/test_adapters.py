@@ -3,6 +3,7 @@ and on the whole context, computed with the same adapter."""
 
 from __future__ import annotations
 
+import json
 import zlib
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from ingot.runtime.adapters.loaded import LoadedAdapter
 from ingot.runtime.devices.null import NullProgram
 from ingot.runtime.devices.null_memory import NullMemory
 from ingot.runtime.executor.executor import Executor
+from ingot.runtime.executor.request_log import RequestLog
 from ingot.runtime.scheduler import SchedulerPolicy
 from tests.runtime.adapters.samples import room, seeded_adapter
 from tests.runtime.executor.null_engine import (
@@ -164,6 +166,16 @@ def test_a_cancelled_request_leaves_its_slot(tmp_path: Path) -> None:
         device.is_open = True
         assert sink.finished("b").finish_reason == "length"
         assert sink.finished("a").finish_reason == "cancelled"
+
+
+def test_the_log_tells_the_adapter(tmp_path: Path) -> None:
+    sink, path = Sink(), tmp_path / "log"
+    with null_executor(program(), log=RequestLog(str(path))) as executor:
+        load(executor, tmp_path, 1)
+        executor.submit(request("a", PROMPT, 2, lora="1"), sink)
+        sink.finished("a")
+        executor.drain()
+    assert json.loads(path.read_text())["adapter"] == "1"
 
 
 def test_a_closed_executor_holds_no_device(tmp_path: Path) -> None:

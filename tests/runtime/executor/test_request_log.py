@@ -32,6 +32,7 @@ def test_a_line_for_each_request(tmp_path: Path) -> None:
             sink.finished(name)
         assert executor.drain()
     a, b, gone = sorted(lines(path), key=lambda line: str(line["request_id"]))
+    assert a["adapter"] is None
     assert (a["request_id"], a["prompt_tokens"], a["output_tokens"], a["finish_reasons"]) == ("a", 3, 5, ["length"])
     assert (b["output_tokens"], b["finish_reasons"], b["pauses"], b["error"]) == (6, ["length", "length"], 0, None)
     for line in (a, b):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import urllib.error
@@ -18,6 +19,9 @@ from smg_grpc_proto import trtllm_service_pb2 as trtllm
 
 from ingot.runtime.adapters.adapter import Adapter
 from ingot.runtime.adapters.source import AdapterSource
+from ingot.runtime.bench.drivers.driver import Facts, ServerUnreachable
+from ingot.runtime.bench.drivers.http import HttpDriver
+from ingot.runtime.cli import main
 from ingot.runtime.devices.null_memory import NullMemory
 from ingot.runtime.servers import http_server
 from ingot.runtime.servers.context import ServerSettings
@@ -303,3 +307,26 @@ def test_the_start_loads_from_anywhere(served: Served, tmp_path: Path) -> None:
     outside = seeded_adapter(tmp_path / "outside", 9, {Q: SHAPES[Q]})
     adapters.start_with([("mine", AdapterSource(str(outside)))])
     assert adapters.models == [MODEL, "mine"] and served.ask("mine") == expected(outside)
+
+
+def test_bench_asks_for_adapters_in_turn(served: Served) -> None:
+    for name in ("1", "2"):
+        served.load(name, name)
+
+    async def ask(driver: HttpDriver) -> Facts:
+        try:
+            facts = await driver.facts()
+            for number in range(5):
+                async for _ in driver.generate(str(number), PROMPT, 3):
+                    pass
+            return facts
+        finally:
+            await driver.close()
+
+    facts = asyncio.run(ask(HttpDriver(f"http://{served.http}", adapters=["1", "2"])))
+    assert (facts.model, facts.vocab_size, facts.settings["adapters"]) == (MODEL, VOCAB_SIZE, "1, 2")
+    assert dict(served.replica.executor.recorder.adapter_requests) == {"1": 3, "2": 2}
+    assert asyncio.run(ask(HttpDriver(f"http://{served.http}", "2"))).vocab_size == VOCAB_SIZE
+    with pytest.raises(ServerUnreachable, match="has no model '3'; it has mock, 1, 2"):
+        asyncio.run(ask(HttpDriver(f"http://{served.http}", adapters=["1", "3"])))
+    assert main(["bench", "--url", "grpc://127.0.0.1:1", "--lora", "1"]) == 2
