@@ -64,13 +64,14 @@ def check(arch: str, cases: Sequence[Case], options: Options,
     result = Result(arch)
     with PtxCompiler(architectures()[arch], cache) as compiler:
         for case in cases:
-            result.outcomes.append(outcome := _run(case, compiler, options, result))
+            result.outcomes.append(outcome := run_case(case, compiler, options, result))
             progress(f"{arch} {outcome.status} {outcome.name} {outcome.seconds:.1f} s"
                      + (f": {outcome.detail}" if outcome.status == "failed" else ""))
     return result
 
 
-def _run(case: Case, compiler: PtxCompiler, options: Options, result: Result) -> Outcome:
+def run_case(case: Case, compiler: PtxCompiler, options: Options, result: Result) -> Outcome:
+    """One case; what it executed is added to the result."""
     runner = PtxRunner(_with_descriptors_only_where_there_are(compiler), options)
     begin = time.perf_counter()
     status, detail = "passed", ""
@@ -98,8 +99,10 @@ def _with_descriptors_only_where_there_are(compiler: PtxCompiler) -> Callable[[G
 
 def _reason(error: CompileError) -> str:
     text = " ".join(str(error).split())
-    known = {"fp8e4nv not supported": "Triton has no e4m3 there", "bytes of shared memory": "too much shared memory",
-             "no descriptors": "no descriptors there"}
+    kernel, refused, _ = text.partition("does not compile for")
+    if refused and "fp8" in kernel + text[-200:]:
+        return "fp8 does not compile there"
+    known = {"bytes of shared memory": "too much shared memory", "no descriptors": "no descriptors there"}
     return next((short for part, short in known.items() if part in text), text[-200:])
 
 

@@ -32,6 +32,13 @@ def simple(op: Instruction, code: Code) -> Run:
     return apply(op, code, _UFUNCS[name], kind)
 
 
+@instruction(*_typed(("add", "sub", "min", "max"), ("s16x2", "u16x2")))
+def simple_pairs(op: Instruction, code: Code) -> Run:
+    """Both halves of a register by themselves."""
+    ufunc, kind = _UFUNCS[op.opcode.partition(".")[0]], "i2" if op.has("s16x2") else "u2"
+    return compute(op, code, lambda a, b: ufunc(a.view(kind), b.view(kind)).view("u4"), "u4", "u4", "u4")
+
+
 @instruction("mul.lo", "mul.wide", "mul.hi", "mul24.lo")
 def mul(op: Instruction, code: Code) -> Run:
     kind = last_type(op)

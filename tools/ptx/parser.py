@@ -192,7 +192,7 @@ class _Parser:
                 self._registers()
             elif token == ".shared":
                 self._shared(self._until(";"))
-            elif token == ".pragma":
+            elif token in (".pragma", ".local"):  # local memory is often declared and rarely used
                 self._until(";")
             elif token == ";":
                 continue
