@@ -82,10 +82,10 @@ class LoadedAdapters:
         return loaded
 
     def _unknown(self, name: str) -> UnknownAdapter:
-        known = ", ".join(each.name for each in self.list()[:20])
+        known = ", ".join(each.name for each in self.all()[:20])
         return UnknownAdapter(f"no adapter {name[:200]!r} is loaded; loaded are: {known or 'none'}")
 
-    def list(self) -> list[LoadedAdapter]:
+    def all(self) -> list[LoadedAdapter]:
         """In the order in which they were loaded."""
         with self._lock:
             return list(self._by_name.values())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -86,5 +86,5 @@ def _entry(entry: Any, where: str) -> tuple[str, tuple[int, ...], tuple[int, int
     return kind, tuple(shape), (span[0], span[1])
 
 
-def _counts(value: Any) -> bool:
+def _counts(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(each) is int and 0 <= each < 1 << 48 for each in value)

@@ -288,7 +288,7 @@ def _start_line(context: ServerContext, addresses: dict[str, str], as_json: bool
     manifest = engine.file.manifest
     if as_json:
         adapters = {} if context.adapters.room is None else {
-            "adapters": {each.name: each.adapter.sha256 for each in context.adapters.list()}}
+            "adapters": {each.name: each.adapter.sha256 for each in context.adapters.all()}}
         return json.dumps({"ready": True, "engine": engine.hash, "model": context.model_name, "pid": os.getpid(),
                            **addresses, **facts, **adapters})
     reuse = "prefixes are reused" if facts["prefix_reuse"] else "no prefix reuse"
@@ -306,7 +306,7 @@ def _start_line(context: ServerContext, addresses: dict[str, str], as_json: bool
 
 
 def _adapter_lines(context: ServerContext) -> list[tuple[str, str]]:
-    room, loaded = context.adapters.room, context.adapters.list()
+    room, loaded = context.adapters.room, context.adapters.all()
     if room is None:
         return []
     names = ", ".join(f"{each.name} ({each.adapter.sha256[:12]}, rank {each.adapter.rank})" for each in loaded)

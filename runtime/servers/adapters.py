@@ -28,14 +28,14 @@ class ServerAdapters:
         # Held while adapters change, and while an engine takes over: none is lost between the two.
         self.changing = asyncio.Lock()
 
-    def list(self) -> list[LoadedAdapter]:
+    def all(self) -> list[LoadedAdapter]:
         """Those that requests may name."""
-        return self._context.current.engine.adapters.list()
+        return self._context.current.engine.adapters.all()
 
     @property
     def models(self) -> list[str]:
         """What requests may name as their model: the model itself first."""
-        return [self._context.model_name, *(each.name for each in self.list())]
+        return [self._context.model_name, *(each.name for each in self.all())]
 
     @property
     def room(self) -> LoraRoom | None:
@@ -73,8 +73,8 @@ class ServerAdapters:
         Raises AdapterError if it has no room for one of them.
         """
         mine, theirs = self._context.current.engine.adapters, engine.engine.adapters
-        wanted = {each.name: each for each in mine.list()}
-        for each in theirs.list():
+        wanted = {each.name: each for each in mine.all()}
+        for each in theirs.all():
             if each.name not in wanted or wanted[each.name].adapter.sha256 != each.adapter.sha256:
                 theirs.unload(each.name)
         for name, each in wanted.items():
@@ -82,7 +82,7 @@ class ServerAdapters:
 
     def check_room(self, room: LoraRoom | None, engine: str) -> None:
         """Whether another engine could have all of them. Raises AdapterError. engine: its name in the error."""
-        for each in self.list():
+        for each in self.all():
             try:
                 each.adapter.check(room)
             except AdapterError as error:

@@ -124,7 +124,7 @@ class Control:
 
     async def ListAdapters(self, request: pb.ListAdaptersRequest, call: Call) -> pb.AdapterList:
         room = self._context.adapters.room
-        listed = pb.AdapterList(adapters=map(_adapter, self._context.adapters.list()))
+        listed = pb.AdapterList(adapters=map(_adapter, self._context.adapters.all()))
         if room is not None:
             listed.max_rank, listed.num_slots = room.max_rank, room.max_adapters
             listed.bytes_per_slot = room.bytes_per_adapter

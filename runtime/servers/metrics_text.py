@@ -102,7 +102,7 @@ def _tokens(recorder: Recorder) -> Iterator[Family]:
 
 
 def _adapters(context: ServerContext, recorder: Recorder) -> Iterator[Family]:
-    loaded, room = context.adapters.list(), context.adapters.room
+    loaded, room = context.adapters.all(), context.adapters.room
     yield Family("ingot_adapters_loaded", "gauge", "LoRA adapters that requests may name", _one(len(loaded)))
     yield Family("ingot_adapter_slots", "gauge", "So many of them are served in one step",
                  _one(room.max_adapters if room is not None else 0))

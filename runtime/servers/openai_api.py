@@ -56,7 +56,7 @@ class OpenAiApi:
 
     async def models(self, request: web.Request) -> web.Response:
         with self._engine(request) as engine:
-            adapters = engine.engine.adapters.list()
+            adapters = engine.engine.adapters.all()
             return json_response({"object": "list", "data": [
                 self._entry(engine), *(self._adapter_entry(engine, each) for each in adapters)]})
 
@@ -65,7 +65,7 @@ class OpenAiApi:
         with self._engine(request) as engine:
             if name == self._context.model_name:
                 return json_response(self._entry(engine))
-            for adapter in engine.engine.adapters.list():
+            for adapter in engine.engine.adapters.all():
                 if adapter.name == name:
                     return json_response(self._adapter_entry(engine, adapter))
         raise unknown_model(name, self._context.adapters.models)

@@ -54,8 +54,8 @@ class HttpDriver:
         entry = entries[names.index(self._model)] if self._model else entries[0]
         self._model = entry["id"]
         # An adapter tells the model that it belongs to, and that the engine.
-        engine = entry.get("engine") or next((each["engine"] for each in entries if each["id"] == entry.get("parent")
-                                              and each.get("engine")), {})
+        parent = next((each for each in entries if each["id"] == entry.get("parent")), {})
+        engine: dict[str, Any] = entry.get("engine") or parent.get("engine") or {}
         settings = {key: value for key, value in engine.items() if key not in ("hash", "vocab_size", "max_seq_len")}
         if self._adapters:
             settings["adapters"] = ", ".join(self._adapters)

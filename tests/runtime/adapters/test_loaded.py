@@ -21,7 +21,7 @@ def test_names_and_numbers(tmp_path: Path) -> None:
     one = adapters.load("one", first)
     assert adapters.get("one") is one and adapters.load("one", Adapter.read(tmp_path / "1")) is one
     two = adapters.load("org/two:v1.0", second)
-    assert [each.name for each in adapters.list()] == ["one", "org/two:v1.0"]
+    assert [each.name for each in adapters.all()] == ["one", "org/two:v1.0"]
     with pytest.raises(AdapterExists, match=r"'one' is loaded already, with another content .*\n  Unload it first"):
         adapters.load("one", second)
     assert adapters.unload("one") is one

@@ -60,7 +60,8 @@ def test_many_requests_of_more_adapters_than_slots(tmp_path: Path, policy: Sched
     shared = rng.integers(0, 256, 20).tolist()
     sink, device = Sink(), program(2, num_blocks)
     with null_executor(device, policy=policy) as executor:
-        adapters = {None: None, **{each.name: each for each in load(executor, tmp_path, 1, 2, 3, 4, 5)}}
+        adapters: dict[str | None, LoadedAdapter | None] = {None: None}
+        adapters.update((each.name, each) for each in load(executor, tmp_path, 1, 2, 3, 4, 5))
         asked = []
         for number in range(60):
             name = list(adapters)[rng.integers(0, 6)]
@@ -191,4 +192,4 @@ def test_a_closed_executor_holds_no_device(tmp_path: Path) -> None:
         sink.finished("a")
     del device
     gc.collect()
-    assert found() is None and executor.adapters.list()
+    assert found() is None and executor.adapters.all()

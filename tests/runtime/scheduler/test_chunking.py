@@ -1,5 +1,7 @@
 """How prompts share a step."""
 
+from typing import Any
+
 import pytest
 
 from ingot.runtime.kv import KvSequence
@@ -9,7 +11,7 @@ from ingot.runtime.scheduler.chunking import divide, room_for_next
 FIRST, EQUAL = ChunkingPolicy.FIRST_COME_FIRST_SERVED, ChunkingPolicy.EQUAL_PROGRESS
 
 
-def contexts(*pending: int, **options: bool) -> list[Sequence]:
+def contexts(*pending: int, **options: Any) -> list[Sequence]:
     return [Sequence("", [1] * count, count + 1, KvSequence([1] * count), **options) for count in pending]
 
 

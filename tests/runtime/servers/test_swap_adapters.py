@@ -58,10 +58,10 @@ def listed(server: Swapping) -> dict[str, str]:
 def test_adapters_move_along(server: Swapping) -> None:
     """Without their files, to where the other engine has them in its slots."""
     loaded = {name: load(server, name, path).sha256 for name, path in (("one", "1"), ("two", "2"))}
-    before = {each.name: each for each in server.context.adapters.list()}
+    before = {each.name: each for each in server.context.adapters.all()}
     server.load("b")
     assert listed(server) == loaded
-    for each in server.context.adapters.list():
+    for each in server.context.adapters.all():
         assert each.image.size == ROOMS["b"].bytes_per_adapter  # type: ignore[union-attr]
         assert (each.image == before[each.name].adapter.image(ROOMS["b"])).all()  # type: ignore[arg-type]
         assert each.number != before[each.name].number
