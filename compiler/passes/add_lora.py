@@ -54,7 +54,7 @@ def add_lora(graph: Graph, request: LoraRequest) -> Graph:
         nodes.append(node)
         if node.outputs[0] in chosen:
             if node.outputs[0] in shrinks:
-                nodes.append(shrinks[node.output])
+                nodes.append(renamed.node(shrinks[node.output]))
             nodes.append(layout.expand(node))
             renamed.set(node.output, nodes[-1].output)
     inputs = {ADAPTERS: TensorType(("T",), DType.I32),
