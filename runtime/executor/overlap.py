@@ -51,15 +51,16 @@ def kv_beside(manifest: dict[str, Any], wanted: int, host_tokens: int, min_fract
     if not token_bytes or not available:  # a model without attention, a system that does not tell its free memory
         return wanted
     weights, arena = memory.get("weights_bytes", 0), memory.get("arena_bytes", 0) + memory.get("workspace_bytes", 0)
-    spare, host = int(SPARE_FRACTION * available), host_tokens * token_bytes
-    left = available - spare - weights - arena - host
+    spare, host, adapters = int(SPARE_FRACTION * available), host_tokens * token_bytes, memory.get("lora_bytes", 0)
+    left = available - spare - weights - arena - adapters - host
     fits = max(0, left // token_bytes)
     least = max(1, int(min_fraction * wanted))
     if fits < least:
+        for_adapters = f"{adapters:,} for LoRA adapters, " if adapters else ""
         raise NoRoom(
             f"{what} does not fit beside the engine that runs: {available:,} bytes are free; of these {weights:,} are "
-            f"for weights, {arena:,} for the arena, {host:,} for {host_tokens:,} tokens in the host tier, and "
-            f"{spare:,} stay free. That leaves {max(0, left):,} bytes, {fits:,} tokens of KV cache; at least {least:,} "
+            f"for weights, {arena:,} for the arena, {for_adapters}{host:,} for {host_tokens:,} tokens in the host tier, "
+            f"and {spare:,} stay free. That leaves {max(0, left):,} bytes, {fits:,} tokens of KV cache; at least {least:,} "
             f"are wanted ({min_fraction:.0%} of {wanted:,}).\n  Ask for less KV cache (--kv-cache-tokens), let the "
             "server accept less (ingot serve --swap-min-kv), or start it with less, so that there is room for two "
             "(--kv-cache-fraction).")

@@ -92,6 +92,10 @@ def test_the_sums_of_memory() -> None:
     assert kv_beside(sizes, 100, 20, 0.5, "x", lambda: 2000) == 60
     with pytest.raises(NoRoom, match="60 tokens of KV cache; at least 90 are wanted"):
         kv_beside(sizes, 100, 20, 0.9, "x", lambda: 2000)
+    roomy = {**sizes, "memory": {**sizes["memory"], "lora_bytes": 300}}
+    assert kv_beside(roomy, 100, 0, 0.5, "x", lambda: 2000) == 50
+    with pytest.raises(NoRoom, match="300 for LoRA adapters, 0 for 0 tokens"):
+        kv_beside(roomy, 100, 0, 0.9, "x", lambda: 2000)
     with pytest.raises(NoRoom, match="0 tokens"):
         kv_beside(sizes, 100, 0, 0.5, "x", lambda: 500)
     assert kv_beside(sizes, 100, 0, 0.5, "x", lambda: 0) == 100  # a system that does not tell
