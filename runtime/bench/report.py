@@ -116,6 +116,7 @@ def _server(server: Samples | None) -> dict[str, Any] | None:
         return None
     queries = server.total("ingot_prefix_cache_queries_total")
     hits = server.total("ingot_prefix_cache_hits_total")
+    drafted, accepted = (server.total(f"ingot_draft_tokens{part}_total") for part in ("", "_accepted"))
     return {
         "prefix_cache_queries": queries,
         "prefix_cache_hits": hits,
@@ -123,6 +124,9 @@ def _server(server: Samples | None) -> dict[str, Any] | None:
         "misses": {reason: number for reason, number in
                    server.by_label("ingot_prefix_cache_miss_total", "reason").items() if number},
         "paused": server.total("ingot_requests_paused_total"),
+        "draft_tokens": drafted,
+        "accepted_draft_tokens": accepted,
+        "draft_acceptance": round(accepted / drafted, 4) if drafted and accepted is not None else None,
     }
 
 
@@ -163,6 +167,9 @@ def _result_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
          "not read in so short a time" if server is not None else _NOT_TOLD),
         ("paused", _NOT_TOLD if server is None or server["paused"] is None else f"{server['paused']:.0f}"),
     ]
+    if server and server["draft_tokens"]:
+        rows.append(("drafts", f"{server['draft_acceptance'] or 0:.1%} of {server['draft_tokens']:.0f} drafted tokens "
+                               "accepted"))
     if server and server["misses"]:
         reasons = ", ".join(f"{reason} {number:.0f}" for reason, number in sorted(server["misses"].items()))
         rows.append(("tokens missed", reasons))

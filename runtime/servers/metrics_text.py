@@ -99,6 +99,10 @@ def _tokens(recorder: Recorder) -> Iterator[Family]:
     yield Family("ingot_generated_tokens_total", "counter", "Tokens of answers", _one(recorder.generated_tokens))
     yield Family("ingot_computed_tokens_total", "counter", "Tokens that went through the model",
                  _one(recorder.computed_tokens))
+    yield Family("ingot_draft_tokens_total", "counter", "Drafted tokens that were verified",
+                 _one(recorder.draft_tokens))
+    yield Family("ingot_draft_tokens_accepted_total", "counter", "Those of them that became part of an answer",
+                 _one(recorder.accepted_draft_tokens))
 
 
 def _adapters(context: ServerContext, recorder: Recorder) -> Iterator[Family]:

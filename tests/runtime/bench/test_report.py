@@ -17,6 +17,8 @@ ingot_prefix_cache_hits_total 10
 ingot_prefix_cache_miss_total{reason="cold"} 28
 ingot_prefix_cache_miss_total{reason="salt"} 0
 ingot_requests_paused_total 2
+ingot_draft_tokens_total 50
+ingot_draft_tokens_accepted_total 40
 ingot_request_queue_time_seconds_bucket{le="0.001"} 3
 ingot_request_queue_time_seconds_bucket{le="+Inf"} 4
 ingot_request_queue_time_seconds_sum 0.5
@@ -63,7 +65,8 @@ def test_figures() -> None:
     assert times["sent after schedule"]["max"] == pytest.approx(0.001)
     assert times["queue wait"]["mean"] == 0.125 and times["queue wait"]["p50"] == pytest.approx(0.001 * 2 / 3)
     assert report["server"] == {"prefix_cache_queries": 40, "prefix_cache_hits": 10, "hit_rate": 0.25,
-                                "misses": {"cold": 28}, "paused": 2}
+                                "misses": {"cold": 28}, "paused": 2, "draft_tokens": 50,
+                                "accepted_draft_tokens": 40, "draft_acceptance": 0.8}
 
 
 def test_percentiles() -> None:
@@ -76,8 +79,8 @@ def test_percentiles() -> None:
 def test_tables() -> None:
     text = report_text({"run": RUN, **make_report(RECORDS, 0.0, Samples.parse(PAGE), [0.25])})
     for expected in ("3 finished, 1 refused, 1 failed", "11.7% of prompt tokens reused (7 of 60)",
-                     "1 hit, 1 partial, 1 miss", "25.0% in the mean", "cold 28", "1 × full", "1 × broken",
-                     "1 answers had fewer tokens", "P99", "spread", "exact to its buckets"):
+                     "1 hit, 1 partial, 1 miss", "25.0% in the mean", "80.0% of 50 drafted tokens", "cold 28",
+                     "1 × full", "1 × broken", "1 answers had fewer tokens", "P99", "spread", "exact to its buckets"):
         assert expected in text, text
 
 
