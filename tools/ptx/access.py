@@ -17,7 +17,8 @@ _CACHING = {"ca", "cg", "cs", "cv", "lu", "wb", "wt", "nc", "relaxed", "acquire"
             "L1::evict_last", "L1::evict_first", "L1::evict_normal", "L1::no_allocate", "L1::evict_unchanged",
             "L2::cache_hint", "L2::64B", "L2::128B", "L2::256B", "unified"}
 """What changes speed or the order that others see things in: here all see everything at once."""
-_SPACES = {"global": "global", "shared": "shared", "shared::cta": "shared", "param": "param"}
+_SPACES = {"global": "global", "shared": "shared", "shared::cta": "shared", "param": "param",
+           "local": "local"}
 _VECTORS = {"v2": 2, "v4": 4, "v8": 8}
 
 
@@ -65,14 +66,15 @@ def load(op: Instruction, code: Code) -> Run:
         raise PtxError(f"{op.opcode} loads {count} elements to {len(targets)} registers")
     address = address_reader(op.operands[1], code)
     size = count * int(element[1])
-    is_shared = space == "shared"
 
     def run(warps: Warps) -> None:
         launch = warps.launch
-        if is_shared:
+        if space == "shared":
             at = launch.shared_access.offsets(warps, address(warps), size)
             launch.shared_access.note_read(warps, at, size)
             found = launch.shared_access.view(element, count)[at // size]
+        elif space == "local":
+            found = warps.local.view(element, count)[warps.local.offsets(warps, address(warps), size) // size]
         else:
             at = launch.memory.offsets(address(warps), size, warps.mask)
             found = launch.memory.view(element, count)[at // np.uint64(size)]
@@ -117,17 +119,18 @@ def store(op: Instruction, code: Code) -> Run:
         raise PtxError(f"{op.opcode} stores {count} elements of {len(sources)} registers")
     address = address_reader(op.operands[0], code)
     size = count * int(element[1])
-    is_shared = space == "shared"
 
     def run(warps: Warps) -> None:
         values = np.empty((warps.lanes, count), element)
         for i, (width, row) in enumerate(sources):
             values[:, i] = warps.bits[width][row]
         launch = warps.launch
-        if is_shared:
+        if space == "shared":
             at = launch.shared_access.offsets(warps, address(warps), size)
             launch.shared_access.note_write(warps, at, values.view(np.uint8))
             view = launch.shared_access.view(element, count)
+        elif space == "local":
+            at, view = warps.local.offsets(warps, address(warps), size), warps.local.view(element, count)
         else:
             at = launch.memory.offsets(address(warps), size, warps.mask).astype(np.int64)
             view = launch.memory.view(element, count)

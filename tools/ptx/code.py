@@ -69,6 +69,7 @@ class Code:
         self.rows = dict(self.program.registers)
         self._known: dict[tuple[int, int], int] = {}
         self._nobody: dict[int, int] = {}
+        self._carry: int | None = None
         offset = 0
         for param in self.program.params:
             offset = -(-offset // _PARAM_ALIGNMENT) * _PARAM_ALIGNMENT
@@ -87,6 +88,8 @@ class Code:
         if isinstance(operand, Special):
             return self.special(operand.name, width)
         if isinstance(operand, Symbol):
+            if operand.name in self.program.data:
+                return self.special(f"param:{operand.name}", width)
             return self._constant(width, self._address(operand.name))
         raise PtxError(f"{operand} is no value")
 
@@ -97,8 +100,13 @@ class Code:
             self._nobody[width] = self._new(width)
         return self._nobody[width]
 
+    def carry(self) -> int:
+        if self._carry is None:
+            self._carry = self._new(1)
+        return self._carry
+
     def special(self, name: str, width: int) -> int:
-        """name: "%tid.x", or "param:" and the name of one."""
+        """name: "%tid.x", or "param:" and the name of one, or of a table of the program."""
         known = self.specials.setdefault(name, {})
         if width not in known:
             known[width] = self._new(width)
@@ -115,8 +123,9 @@ class Code:
         return self._known[width, bits]
 
     def _address(self, name: str) -> int:
-        if name in self.program.shared:
-            return self.program.shared[name]
+        for places in (self.program.shared, self.program.local):
+            if name in places:
+                return places[name]
         if name in self.param_offsets:
             return PARAM_BASE + self.param_offsets[name]
         raise PtxError(f"there is no variable {name}")

@@ -147,6 +147,9 @@ class Code(Protocol):
     def target(self, operand: Operand | None, width: int) -> int:
         """The same of a result; of `_` a register that nobody reads."""
 
+    def carry(self) -> int:
+        """The predicate that holds the carry of additions of several words."""
+
 
 Compile = Callable[[Instruction, Code], Run]
 

@@ -61,6 +61,30 @@ def mad(op: Instruction, code: Code) -> Run:
     return compute(op, code, lambda a, b, c: np.multiply(a, b, dtype=wide) + c, wide, kind, kind, wide)
 
 
+@instruction("add.cc", "addc", "sub.cc", "subc", "mad.lo.cc", "mad.hi.cc", "madc")
+def with_carry(op: Instruction, code: Code) -> Run:
+    """Words of longer integers: the carry, or the borrow, of one goes to the next."""
+    name, kind = op.parts[0], last_type(op)
+    if kind not in ("i4", "u4"):
+        raise PtxError(f"unknown instruction {op.opcode}")
+    takes, gives = name.endswith("c"), op.has("cc")
+    d, carry = code.target(op.operands[0], 32), code.carry()
+    sources = [code.row(operand, 32) for operand in op.operands[1:]]
+
+    def run(warps: Warps) -> None:
+        a, *rest = (warps.views[kind][row] for row in sources)
+        if len(rest) == 2:
+            a, rest = (a * rest[0] if op.has("lo") else _high(kind, a, rest[0])), rest[1:]
+        first, second = (x.view("u4").astype(np.int64) for x in (a, rest[0]))
+        if takes:
+            second = second + warps.bits[1][carry]
+        total = first - second if name.startswith("sub") else first + second
+        np.copyto(warps.bits[32][d], total & 0xFFFFFFFF, where=warps.mask, casting="unsafe")
+        if gives:
+            np.copyto(warps.bits[1][carry], (total < 0) | (total >> 32 != 0), where=warps.mask)
+    return run
+
+
 def _high(kind: str, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """The upper half of the product."""
     width = width_of(kind)

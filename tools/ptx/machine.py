@@ -43,7 +43,8 @@ class Options:
 
 
 class Launch:
-    """One execution of a kernel. params: parameter -> value: an integer's or float's bits, or what a tensor map is."""
+    """One execution of a kernel. params: parameter -> value: an integer's or float's bits, or what a tensor map is; and
+    the addresses of the program's tables."""
 
     def __init__(self, code: Code, memory: GlobalMemory, params: Mapping[str, Any], grid: tuple[int, int, int],
                  num_threads: int, shared_bytes: int, options: Options) -> None:

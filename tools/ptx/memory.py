@@ -105,6 +105,31 @@ class GlobalMemory:
                        f"{lane}")
 
 
+class LocalMemory:
+    """What each lane has for itself."""
+
+    def __init__(self, lanes: int, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+        self._lane_bytes = -(-max(num_bytes, 1) // _GRANULE) * _GRANULE
+        self._bytes = np.full(lanes * self._lane_bytes, POISON, np.uint8)
+        self._base = np.arange(lanes) * self._lane_bytes
+
+    def view(self, kind: str, count: int) -> np.ndarray:
+        return self._bytes.view(kind).reshape(-1, count)
+
+    def offsets(self, warps: Warps, address: np.ndarray, size: int) -> np.ndarray:
+        """Checked offsets in the memory of all lanes, i64."""
+        at = address.astype(np.int64)
+        if warps.mask is not True:
+            at = np.where(warps.mask, at, 0)
+        bad = (at & (size - 1) != 0) | (at > self._num_bytes - size)
+        if bad.any():
+            lane = int(np.flatnonzero(bad)[0])
+            raise PtxError(f"access of {size} bytes in local memory at {int(at[lane])}, which has {self._num_bytes} "
+                           f"bytes, thread {lane}")
+        return at + self._base
+
+
 class SharedAccess:
     """Shared memory of the blocks of one group of warps, side by side. block_bytes: of each, a multiple of 128.
     races: whether to look for them; programs that wait for other things than barriers of all threads cannot be."""

@@ -46,7 +46,8 @@ class Param:
 
 @dataclass
 class Program:
-    """registers: width -> how many. shared: variable -> its address. shared_bytes: of those whose size is known."""
+    """registers: width -> how many. shared: variable -> its address; shared_bytes: of those whose size is known. local:
+    the same of memory that every thread has for itself. data: tables in global memory that come with the program."""
 
     name: str = ""
     arch: str = ""
@@ -56,6 +57,9 @@ class Program:
     instructions: list[Instruction] = field(default_factory=list)
     shared: dict[str, int] = field(default_factory=dict)
     shared_bytes: int = 0
+    local: dict[str, int] = field(default_factory=dict)
+    local_bytes: int = 0
+    data: dict[str, bytes] = field(default_factory=dict)
 
 
 @dataclass
@@ -134,18 +138,31 @@ class _Parser:
     def _variable(self, space: str) -> None:
         words = self._until(";")
         if ".shared" in (space, *words):
-            self._shared(words)
+            name, size, alignment, _ = self._declared(words)
+            begin = -(-self._program.shared_bytes // alignment) * alignment
+            self._program.shared[name] = begin
+            self._program.shared_bytes = begin + size
+        else:
+            name, size, _, width = self._declared(words)
+            values = [word for word in words[words.index("=") :] if word[0].isdigit()] if "=" in words else []
+            data = b"".join(int(_number(word)).to_bytes(width, "little") for word in values)
+            self._program.data[name] = data + bytes(size - len(data))
 
-    def _shared(self, words: list[str]) -> None:
-        """.align 16 .b8 name[100] or name[]: the latter, dynamic memory, begins where the others end."""
+    def _local(self) -> None:
+        name, size, alignment, _ = self._declared(self._until(";"))
+        self._program.local[name] = begin = -(-self._program.local_bytes // alignment) * alignment
+        self._program.local_bytes = begin + size
+
+    def _declared(self, words: list[str]) -> tuple[str, int, int, int]:
+        """Of ".align 16 .b8 name[100]": name, bytes, alignment, bytes of an element. name[] has none: it is dynamic
+        shared memory, which begins where the rest ends."""
         alignment = int(words[words.index(".align") + 1]) if ".align" in words else 16
-        kind = next(_BITS[word[1:]] for word in words if word[1:] in _BITS)
-        opening = words.index("[") if "[" in words else len(words)
-        sizes = [int(word) for word in words[opening:] if word.isdecimal()]
-        begin = -(-self._program.shared_bytes // alignment) * alignment
-        self._program.shared[words[opening - 1]] = begin
-        dynamic = opening < len(words) and not sizes
-        self._program.shared_bytes = begin + (0 if dynamic else kind // 8 * (sizes[0] if sizes else 1))
+        width = next(_BITS[word[1:]] for word in words if word[1:] in _BITS) // 8
+        end = words.index("=") if "=" in words else len(words)
+        opening = words.index("[") if "[" in words[:end] else end
+        sizes = [int(word) for word in words[opening:end] if word.isdecimal()]
+        count = 0 if opening < end and not sizes else sizes[0] if sizes else 1
+        return words[opening - 1], width * count, alignment, width
 
     def _entry(self) -> None:
         if self._program.instructions:
@@ -191,8 +208,10 @@ class _Parser:
             elif token == ".reg":
                 self._registers()
             elif token == ".shared":
-                self._shared(self._until(";"))
-            elif token in (".pragma", ".local"):  # local memory is often declared and rarely used
+                self._variable(token)
+            elif token == ".local":
+                self._local()
+            elif token == ".pragma":
                 self._until(";")
             elif token == ";":
                 continue

@@ -44,11 +44,15 @@ class PtxRunner:
         self.launched = [launch.kernel for launch, _ in calls]
         codes = [self._code(kernel) for kernel in self.launched]
         begin = time.perf_counter()
-        memory = GlobalMemory(arrays)
+        tables = {_table(launch.kernel, name): np.frombuffer(data, np.uint8)
+                  for (launch, _), (_, code) in zip(calls, codes, strict=True)
+                  for name, data in code.program.data.items()}
+        memory = GlobalMemory({**arrays, **tables})
         for (launch, bindings), (compiled, code) in zip(calls, codes, strict=True):
             self._launch(launch, bindings, compiled, code, memory)
         self.seconds += time.perf_counter() - begin
-        return memory.arrays()
+        found = memory.arrays()
+        return {name: found[name] for name in arrays}
 
     def _launch(self, launch: GpuLaunch, bindings: Mapping[str, Binding], compiled: PtxKernel, code: Code,
                 memory: GlobalMemory) -> None:
@@ -56,6 +60,7 @@ class PtxRunner:
             raise PtxError(f"{launch.kernel.symbol} wants {compiled.scratch_bytes} bytes of scratch memory")
         values = _values(launch.kernel, bindings, compiled, memory)
         params = dict(zip((param.name for param in code.program.params), values, strict=True))
+        params |= {name: memory.addresses[_table(launch.kernel, name)] for name in code.program.data}
         try:
             Launch(code, memory, params, launch.grid, 32 * compiled.num_warps, compiled.shared_bytes,
                    self.options).run()
@@ -77,6 +82,11 @@ class PtxRunner:
             except PtxError as error:
                 raise PtxError(f"{kernel.symbol}: {error}") from None
         return known
+
+
+def _table(kernel: GpuKernel, name: str) -> str:
+    """What a table of a program is called among the arrays."""
+    return f"{name} of {kernel.symbol}"
 
 
 def _values(kernel: GpuKernel, bindings: Mapping[str, Binding], compiled: PtxKernel,

@@ -22,6 +22,7 @@ import numpy as np
 
 from .copies import Copies
 from .instruction import Address, Immediate, Operand, PtxError, Register, Special, Symbol
+from .memory import LocalMemory
 
 if TYPE_CHECKING:
     from .machine import Launch
@@ -84,6 +85,7 @@ class Warps:
         self.marks = {f"u{size}": (warp * np.uint64(0x0101010101010101)).astype(f"<u{size}") for size in (1, 2, 4, 8)}
         """In each byte the warp's number in its block, plus one: how the race checker knows it."""
         self.copies = Copies(self.lanes)
+        self.local = LocalMemory(self.lanes, launch.code.program.local_bytes)
         self._alone: list[Warps] = []
 
     @property

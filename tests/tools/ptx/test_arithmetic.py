@@ -79,6 +79,18 @@ def test_integers(text: str, expected: Callable[[int, int], int]) -> None:
     assert lanes(text, A, B).tolist() == wanted
 
 
+def test_words_of_longer_integers() -> None:
+    """A product of 64 bits, and a difference, from halves; the upper word is the result."""
+    product = lanes("""mul.lo.u32 %r10, %a, %b; mad.lo.cc.u32 %r11, %a, %b, %r10; madc.hi.u32 %d, %a, %b, 7;""", A, B)
+    difference = lanes("sub.cc.u32 %r10, %a, %b; subc.u32 %d, 5, 3;", A, B)
+    for a, b, upper, less in zip(A.tolist(), B.tolist(), product.tolist(), difference.tolist(), strict=True):
+        assert upper == (a * b + (a * b & 0xFFFFFFFF) + (7 << 32)) >> 32 & 0xFFFFFFFF
+        assert less == 5 - 3 - (a < b)
+    total = lanes("add.cc.u32 %r10, %a, %b; addc.cc.u32 %r11, %a, 0xFFFFFFFF; addc.u32 %d, 0, 0;", A, B)
+    assert total.tolist() == [((a << 32) + a + b + (0xFFFFFFFF << 32)) >> 64 for a, b in zip(A.tolist(), B.tolist(),
+                                                                                           strict=True)]
+
+
 @pytest.mark.parametrize("text, expected", [
     ("mul.wide.s32 %d, %a, %b;", lambda a, b: signed(a) * signed(b)),
     ("mul.wide.u32 %d, %a, %b;", lambda a, b: a * b),

@@ -145,6 +145,22 @@ def test_shuffles_votes_and_reductions() -> None:
     assert got("shr.u32 %a, %a, 3; match.any.sync.b32 %d, %a, -1;") == [255 << i // 8 * 8 for i in range(32)]
 
 
+def test_memory_of_each_thread() -> None:
+    text = f""".local .align 8 .b8 depot[16]; .reg .b32 %SPL; mov.b32 %SPL, depot; mov.b64 %rd10, 0; mov.b32 %r11, 3;
+        st.local.b64 [%SPL], %rd10; st.local.b32 [%SPL+8], %r0; and.b32 %r12, %r0, 1; shl.b32 %r12, %r12, 3;
+        add.u32 %r12, %r12, %SPL; ld.local.b32 %r10, [%r12]; {STORE}"""
+    found = run(text, {"out": np.zeros(32, np.uint32)})["out"]
+    assert (found == np.where(WORDS[:32] % 2, WORDS[:32], 0)).all()
+    with pytest.raises(PtxError, match="local memory at 16, which has 16 bytes"):
+        run(text.replace("[%r12]", "[%r12+16]"), {"out": WORDS})
+
+
+def test_tables_of_a_program() -> None:
+    program = parse(""".global .align 4 .b8 t[6] = {1, 2, 0x3};
+        .global .align 8 .b32 u[2] = {258, 5}; .entry k() { ret; }""")
+    assert program.data == {"t": bytes([1, 2, 3, 0, 0, 0]), "u": bytes([2, 1, 0, 0, 5, 0, 0, 0])}
+
+
 def test_text_that_is_none() -> None:
     for text, message in ((".version 8.8", "no .entry"), (".entry k() { bra x; }", "no label x"),
                           (".entry k() { add.s32 %r1, 1 2; }", "line 1: expected ','"),
