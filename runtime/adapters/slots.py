@@ -81,6 +81,9 @@ class SlotTurns:
         self._running = running
         self._waiting: set[int] = set()  # adapters without a slot
         self._claimed: set[int] = set()  # adapters that have to leave theirs
+        # Neither comes back during a look, as sequences only start; and a long queue is looked at in every step.
+        self._is_full = False
+        self._all_claimed = False
 
     def may_start(self, sequence: Scheduled) -> bool:
         if sequence.adapter is None:
@@ -88,10 +91,14 @@ class SlotTurns:
         number = sequence.adapter.number
         if number in self._waiting or number in self._claimed:
             return False
-        if self._slots.has(number) or self._slots.has_room(self._running):
+        if self._slots.has(number):
             return True
+        if not self._is_full and self._slots.has_room(self._running):
+            return True
+        self._is_full = True
         self._waiting.add(number)
-        self._claim()
+        if not self._all_claimed:
+            self._claim()
         return False
 
     def _claim(self) -> None:
@@ -102,3 +109,4 @@ class SlotTurns:
                 left[number] = max(left.get(number, 0), running.max_len - running.num_computed)
         if left:
             self._claimed.add(min(left, key=left.__getitem__))
+        self._all_claimed = len(left) <= 1

@@ -62,6 +62,6 @@ def kv_beside(manifest: dict[str, Any], wanted: int, host_tokens: int, min_fract
             f"for weights, {arena:,} for the arena, {for_adapters}{host:,} for {host_tokens:,} tokens in the host "
             f"tier, and {spare:,} stay free. That leaves {max(0, left):,} bytes, {fits:,} tokens of KV cache; at least "
             f"{least:,} are wanted ({min_fraction:.0%} of {wanted:,}).\n  Ask for less KV cache (--kv-cache-tokens), "
-            "let the server accept less (ingot serve --swap-min-kv), or start it with less, so that there is room for two "
-            "(--kv-cache-fraction).")
+            "let the server accept less (ingot serve --swap-min-kv), or start it with less, so that there is room for "
+            "two (--kv-cache-fraction).")
     return min(wanted, fits)

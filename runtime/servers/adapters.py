@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,7 +57,9 @@ class ServerAdapters:
             if self._context.is_draining:
                 raise Draining("the server drains: no adapter is loaded any more")
             adapters = self._context.current.engine.adapters
-            return await asyncio.to_thread(lambda: adapters.load(name, source._replace(path=path).read()))
+            loaded = await asyncio.to_thread(lambda: adapters.load(name, source._replace(path=path).read()))
+        _say(f"{name} is loaded: rank {loaded.adapter.rank}, {loaded.adapter.sha256}")
+        return loaded
 
     async def unload(self, name: str) -> LoadedAdapter:
         """New requests that name it are refused; those that run or wait end as they began.
@@ -65,7 +68,9 @@ class ServerAdapters:
         """
         self._check_on()
         async with self.changing:
-            return self._context.current.engine.adapters.unload(name)
+            unloaded = self._context.current.engine.adapters.unload(name)
+        _say(f"{name} is unloaded")
+        return unloaded
 
     def carry_over(self, engine: ServedEngine) -> None:
         """Gives another engine the adapters of the current one, and no others. On any thread, with `changing` held.
@@ -111,3 +116,7 @@ class ServerAdapters:
             raise AdapterLoadingOff(f"{path[:200]!r} does not lie below the folder that this server loads adapters "
                                     "from (ingot serve --lora-folder)")
         return str(found)
+
+
+def _say(text: str) -> None:
+    print(f"ingot: adapter {text}", file=sys.stderr, flush=True)
