@@ -54,7 +54,7 @@ class HttpDriver:
         entry = entries[names.index(self._model)] if self._model else entries[0]
         self._model = entry["id"]
         # An adapter tells the model that it belongs to, and that the engine.
-        parent = next((each for each in entries if each["id"] == entry.get("parent")), {})
+        parent: dict[str, Any] = next((each for each in entries if each["id"] == entry.get("parent")), {})
         engine: dict[str, Any] = entry.get("engine") or parent.get("engine") or {}
         settings = {key: value for key, value in engine.items() if key not in ("hash", "vocab_size", "max_seq_len")}
         if self._adapters:
