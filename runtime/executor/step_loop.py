@@ -216,7 +216,8 @@ class StepLoop:
         inputs = self._program.inputs[self._buffer]
         plan = self._prepared
         self._prepared = None
-        if plan is not None and self._scheduler.version == self._prepared_at:
+        generates = plan is not None and self._scheduler.version == self._prepared_at
+        if plan is not None and generates:
             planned = begin
             if self._draft(plan):
                 planned = time.perf_counter()
@@ -226,8 +227,8 @@ class StepLoop:
         else:
             plan = self._scheduler.plan()
             self._note(plan)
-            if plan.entries:
-                self._draft(plan)
+            generates = all(answer.num_pending == 1 for answer, _, _ in plan.entries)
+            self._draft(plan)
             planned = time.perf_counter()
             if not plan.entries:
                 return False
@@ -240,7 +241,7 @@ class StepLoop:
             self._program.copy_blocks(copies)
         self._program.launch(inputs)
         self._in_flight = plan
-        self._launched_at = begin
+        self._launched_at, self._num_generating = begin, inputs.num_tokens if generates else 0
         self._buffer = 1 - self._buffer
         phases = self._recorder.step_phases
         phases["schedule"].observe(planned - begin)
@@ -250,13 +251,7 @@ class StepLoop:
 
     def _draft(self, plan: StepPlan[Answer]) -> bool:
         """Whether the plan has drafts now, for which its inputs must be made anew."""
-        speculator = self._speculator
-        if speculator is None:
-            return False
-        has_drafts = self._scheduler.draft(plan, speculator.choose)
-        generates = all(count == 1 + len(answer.draft) and rows == count for answer, count, rows in plan.entries)
-        self._num_generating = sum(count for _, count, _ in plan.entries) if generates else 0
-        return has_drafts
+        return self._speculator is not None and self._scheduler.draft(plan, self._speculator.choose)
 
     def _note(self, plan: StepPlan[Answer]) -> None:
         """Who came and went by the scheduler's decision."""

@@ -200,6 +200,8 @@ class Scheduler(Generic[S]):
         no sequence more KV blocks than it may have at its end.
         """
         settings = self.settings
+        if len(plan.entries) >= settings.max_batch_size:
+            return False
         num_tokens = sum(count for _, count, _ in plan.entries)
         num_rows = sum(rows for *_, rows in plan.entries)
         room = min(settings.max_num_tokens - num_tokens, settings.max_batch_size - num_rows)

@@ -8,7 +8,12 @@ from typing import Protocol
 
 class Drafter(Protocol):
     """Of one sequence, which only grows. Called between two steps, on the thread that launches them: what it takes is
-    time that the device waits."""
+    time that the device waits.
+
+    certainty  of the draft that was proposed last, a number of a few: what drafts of each are worth is learnt apart
+    """
+
+    certainty: int
 
     def propose(self, tokens: Sequence[int], max_tokens: int) -> list[int]:
         """What may follow on `tokens`, prompt and answer until now: max_tokens at most, the likeliest first; [] if it

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 _NONE = -1
 # Earlier places that are compared, at most: it bounds the work a token, whatever repeats.
 _MAX_PLACES = 32
+# Tokens that are noted in one step, at most: a long prompt holds nobody up.
+_MAX_NOTED = 4096
 
 
 class NgramDrafter:
@@ -19,10 +21,13 @@ class NgramDrafter:
 
     Each token's place is noted once: a dictionary holds the last place of each n-gram of min_ngram tokens, and each
     place the one before it. Memory: some 150 bytes for each n-gram that is new, 4 for one that repeats.
+
+    certainty  tokens of the n-gram
     """
 
     def __init__(self, max_ngram: int = 4, min_ngram: int = 2) -> None:
         assert 1 <= min_ngram <= max_ngram, (min_ngram, max_ngram)
+        self.certainty = 0
         self._max = max_ngram
         self._min = min_ngram
         self._last: dict[tuple[int, ...], int] = {}  # n-gram -> where its last token stands
@@ -30,7 +35,7 @@ class NgramDrafter:
 
     def propose(self, tokens: Sequence[int], max_tokens: int) -> list[int]:
         self._note(tokens)
-        if max_tokens <= 0 or not self._before:
+        if max_tokens <= 0 or not tokens or len(self._before) < len(tokens):
             return []
         place = self._best(tokens)
         return [] if place == _NONE else _continued(tokens, place + 1, max_tokens)
@@ -40,7 +45,7 @@ class NgramDrafter:
 
     def _note(self, tokens: Sequence[int]) -> None:
         before, last, size = self._before, self._last, self._min
-        for place in range(len(before), len(tokens)):
+        for place in range(len(before), min(len(before) + _MAX_NOTED, len(tokens))):
             if place + 1 < size:
                 before.append(_NONE)
                 continue
@@ -64,6 +69,7 @@ class NgramDrafter:
                 if length == self._max:
                     break
             place = self._before[place]
+        self.certainty = longest
         return best
 
 

@@ -6,25 +6,27 @@ from collections.abc import Callable
 from typing import Generic
 
 from ..scheduler.sequence import S
-from .acceptance import Acceptance
+from .acceptance import AcceptanceRates, WatchedDraft
 from .drafter import Drafter
 from .ngram import NgramDrafter
 from .step_times import StepTimes, estimate
 
 # A gain below this is within what measurements err by.
-_LEAST_GAIN = 1.02
-# So many steps in a row whose drafts were not worth their time; then nobody looks for any in some steps.
+_LEAST_GAIN = 1.05
+# After so many steps in a row without a draft that was worth its time, many sequences are looked at less often.
 _MAX_DECLINED = 8
+_SEQUENCES_PER_SKIP = 8
 
 
 class _State:
     """Of one sequence."""
 
-    __slots__ = ("acceptance", "drafter")
+    __slots__ = ("drafter", "rates", "watched")
 
-    def __init__(self, drafter: Drafter) -> None:
+    def __init__(self, drafter: Drafter, rates: AcceptanceRates) -> None:
         self.drafter = drafter
-        self.acceptance = Acceptance()
+        self.rates = rates
+        self.watched: WatchedDraft | None = None
 
 
 class Speculator(Generic[S]):
@@ -41,6 +43,7 @@ class Speculator(Generic[S]):
         self._usable = usable
         self._make_drafter = make_drafter
         self._states: dict[S, _State] = {}
+        self._rates = AcceptanceRates()
         self._num_declined = 0
         self._num_skipped = 0
 
@@ -49,12 +52,14 @@ class Speculator(Generic[S]):
 
         limits: tokens of a draft, for each sequence; room: for all; num_tokens: of the step without drafts.
         """
-        if self._num_declined >= _MAX_DECLINED and self._num_skipped < len(sequences) // 4:
+        if self._num_declined >= _MAX_DECLINED and self._num_skipped < len(sequences) // _SEQUENCES_PER_SKIP:
             self._num_skipped += 1
             return {}
         self._num_skipped = 0
+        self._num_declined += 1
         states = self._states
-        self._states = {sequence: states.get(sequence) or _State(self._make_drafter()) for sequence in sequences}
+        self._states = {sequence: states.get(sequence) or _State(self._make_drafter(), AcceptanceRates(self._rates))
+                        for sequence in sequences}
         drafts = {}
         for (sequence, state), limit in zip(self._states.items(), limits, strict=True):
             if draft := self._propose(sequence, state, limit):
@@ -65,13 +70,14 @@ class Speculator(Generic[S]):
             # Prompts are in this step: the next larger token bucket could cost more than all drafts are worth.
             room = min(room, (1 << (num_tokens - 1).bit_length()) - num_tokens)
         counts = self._worth(drafts, len(sequences), room)
-        self._num_declined = 0 if counts else self._num_declined + 1
+        if counts:
+            self._num_declined = 0
         return self._watch(drafts, counts)
 
     def _propose(self, sequence: S, state: _State, limit: int) -> list[int]:
-        acceptance = state.acceptance
-        if acceptance.waits and (right := acceptance.compare(sequence.tokens)) is not None:
+        if state.watched is not None and (right := state.watched.compare(sequence.tokens, state.rates)) is not None:
             state.drafter.accepted(right)
+            state.watched = None
         if limit <= 0:
             return []
         draft = state.drafter.propose(sequence.tokens, limit)
@@ -85,15 +91,16 @@ class Speculator(Generic[S]):
             return {}
         chances = []
         for sequence, draft in drafts.items():
-            chance = certainty = self._states[sequence].acceptance.chance
+            state = self._states[sequence]
+            chance = product = state.rates.chance(state.drafter.certainty)
             for _ in draft:
-                chances.append((certainty, sequence))
-                certainty *= chance
+                chances.append((product, sequence))
+                product *= chance
         chances.sort(key=lambda entry: -entry[0])  # stable: a draft's tokens stay in their order
         best, best_rate = 0, _LEAST_GAIN * num_sequences / seconds
         expected = float(num_sequences)
-        for count, (certainty, _) in enumerate(chances[:room], 1):
-            expected += certainty
+        for count, (chance, _) in enumerate(chances[:room], 1):
+            expected += chance
             taken = estimate(points, num_sequences + count)
             assert taken is not None
             if expected / taken > best_rate:
@@ -107,10 +114,10 @@ class Speculator(Generic[S]):
         """The drafts as long as they count. All are compared with what comes, whether verified or not."""
         chosen = {}
         for sequence, draft in drafts.items():
-            acceptance = self._states[sequence].acceptance
+            state = self._states[sequence]
             if sequence in counts:
                 chosen[sequence] = draft = draft[: counts[sequence]]
-                acceptance.watch(len(sequence.tokens), draft)
-            elif not acceptance.waits:
-                acceptance.watch(len(sequence.tokens), draft)
+            elif state.watched is not None:
+                continue
+            state.watched = WatchedDraft(len(sequence.tokens), draft, state.drafter.certainty)
         return chosen

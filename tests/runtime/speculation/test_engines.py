@@ -29,6 +29,8 @@ PROMPTS = [[int(token) for token in np.random.default_rng(seed).integers(0, 200,
 class Known:
     """Proposes what an answer without drafts was, and errs in every third place."""
 
+    certainty = 1
+
     def __init__(self, sequences: list[list[int]]) -> None:
         self._sequences = sequences
 

@@ -28,6 +28,8 @@ PROMPT = [1, 2, 3, 4, 5]
 class Oracle:
     """Knows what the device is going to say, and errs in every third place."""
 
+    certainty = 1
+
     def propose(self, tokens: Sequence[int], max_tokens: int) -> list[int]:
         known = list(tokens)
         for _ in range(max_tokens):

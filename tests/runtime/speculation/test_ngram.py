@@ -40,6 +40,11 @@ def test_tokens_that_were_not_asked_about_are_noted_later() -> None:
     assert drafter.propose([1, 2, 3, 7, 8, 9, 7, 8, 1, 2], 1) == [3]
 
 
+def test_a_long_prompt_is_noted_over_some_steps() -> None:
+    drafter, tokens = NgramDrafter(), [5, 1, 2, *range(10, 9000), 5, 1]
+    assert [drafter.propose(tokens, 1) for _ in range(3)] == [[], [], [2]]
+
+
 def test_few_of_many_places_are_compared() -> None:
     """The work a token is bounded: an n-gram that stands everywhere is looked for among its latest places."""
     tokens = [5, 1, 2, 6, *[0, 1, 2, 3] * 100, 5, 1, 2]
