@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Self, overload
 
 import numpy as np
 
-from .adapters.adapter import Adapter
 from .adapters.loaded import LoadedAdapter, LoadedAdapters
 from .adapters.slots import AdapterSlots
 from .devices import load_program
@@ -158,6 +157,8 @@ class Engine:
 
         Raises AdapterError, AdapterExists.
         """
+        from .adapters.adapter import Adapter  # most engines that are loaded get none
+
         return self.adapters.load(name, Adapter.read(folder, sha256))
 
     def unload_adapter(self, name: str) -> None:

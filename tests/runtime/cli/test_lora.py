@@ -13,6 +13,7 @@ from ingot.runtime.cli import main
 from tests.runtime.adapters.samples import room, seeded_adapter, write_adapter
 from tests.runtime.cli.test_serve import SIZES, serve
 from tests.runtime.mock_engine import write_engine
+from tests.runtime.test_thin import python
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +47,13 @@ def test_generate_and_chat(roomy_path: Path, adapter: Path, capsys: pytest.Captu
     assert [slot for slot, _ in written] == [0, 0]
     assert all((image == Adapter.read(adapter).image(room())).all() for _, image in written)
     capsys.readouterr()
+
+
+def test_the_runtime_reads_adapters_alone(roomy_path: Path, adapter: Path) -> None:
+    """Without the packages that wrote them."""
+    code = "from ingot.runtime.cli import main; sys.exit(main(sys.argv[1:]))"
+    done = python(code, "generate", str(roomy_path), "Hi", "--max-tokens", "2", "--lora", str(adapter))
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_what_generate_refuses(roomy_path: Path, mock_path: Path, adapter: Path, tmp_path: Path,
