@@ -1,0 +1,95 @@
+"""Linear and attention kernels in the tiles that engines choose, as compiled code: the tests of plugins take small
+ones, which hold neither the widest products of wgmma nor the scaled ones of tcgen05, nor warps that only copy."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ingot.compiler.gpu.triton_compile import PtxCompiler
+from ingot.compiler.targets import architectures
+from ingot.plugins.attention.tactics import Tile as AttentionTile
+from ingot.plugins.linear.tactics import Problem, Tile
+from tests.plugins.gpu import test_attention, test_linear
+from tools.ptx.machine import Options
+from tools.ptx.runner import PtxRunner
+
+FEW, MANY = (8, 5), (200, 150)
+"""Rows of the bucket, and of the step."""
+
+# What a kernel must have executed.
+LINEAR = [
+    ("sm_90a", "bf16", "bf16", FEW, Tile(64, 16, 64, 2, 4, 5), "wgmma.mma_async.sync.aligned.m64n16k16"),
+    ("sm_90a", "fp8", "fp8", MANY, Tile(128, 256, 128, 1, 8, 4, tma=True),
+     "wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3"),
+    ("sm_90a", "int4_g32m", "fp8", MANY, Tile(128, 128, 64, 1, 8, 4, tma=True), "wgmma.mma_async.sync.aligned"),
+    ("sm_90a", "int8", "int8", MANY, Tile(128, 128, 128, 2, 8, 4, tma=True), "wgmma.mma_async.sync.aligned"),
+    ("sm_90a", "fp8_block", "fp8", MANY, Tile(128, 128, 128, 1, 8, 4, tma=True), "wgmma.mma_async.sync.aligned"),
+    ("sm_100a", "nvfp4", "nvfp4", FEW, Tile(128, 16, 256, 4, 4, 4), "tcgen05.mma.cta_group::1.kind::mxf4nvf4"),
+    ("sm_100a", "nvfp4", "nvfp4", MANY, Tile(128, 128, 256, 1, 8, 3, tma=True),
+     "tcgen05.mma.cta_group::1.kind::mxf4nvf4"),
+    ("sm_100a", "bf16", "bf16", MANY, Tile(128, 256, 64, 1, 8, 4, tma=True), "tcgen05.mma.cta_group::1.kind::f16"),
+    ("sm_100a", "fp8", "fp8", MANY, Tile(128, 128, 128, 1, 8, 4, tma=True),
+     "tcgen05.mma.cta_group::1.kind::f8f6f4"),
+    ("sm_120a", "nvfp4", "nvfp4", FEW, Tile(32, 16, 128, 1, 4, 5),
+     "mma.sync.aligned.m16n8k64.row.col.kind::mxf4nvf4"),
+    ("sm_120a", "fp8", "fp8", MANY, Tile(128, 64, 128, 1, 4, 3, tma=True), "mma.sync.aligned.m16n8k32"),
+]
+ATTENTION = [
+    ("sm_90a", "bf16", AttentionTile(16, 64, 1, 4, 3), "wgmma.mma_async.sync.aligned.m64n64k16"),
+    ("sm_90a", "fp8", AttentionTile(32, 64, 2, 8, 3), "wgmma.mma_async.sync.aligned.m64n64k16"),
+    ("sm_100a", "bf16", AttentionTile(32, 64, 1, 8, 3), "tcgen05.mma.cta_group::1.kind::f16"),
+]
+QUICK = {("sm_90a", "fp8"), ("sm_100a", "nvfp4"), ("sm_90a", "bf16")}
+
+
+@pytest.fixture(scope="module")
+def compilers() -> Iterator[Callable[[str], PtxCompiler]]:
+    held: dict[str, PtxCompiler] = {}
+
+    def compiler(arch: str) -> PtxCompiler:
+        return held.setdefault(arch, PtxCompiler(architectures()[arch]))
+    yield compiler
+    for one in held.values():
+        one.__exit__()
+
+
+def marked(rows: list[tuple[Any, ...]]) -> list[Any]:
+    """One tile of each sort in every run, the others with --slow."""
+    return [pytest.param(*row, id="-".join(map(str, row[:2])),
+                         marks=[] if row[:2] in QUICK else pytest.mark.slow) for row in rows]
+
+
+@pytest.fixture
+def device_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the machine's sums may be off, as for a device: exponentials and divisions are approximate there."""
+    for module in (test_linear, test_attention):
+        original = module.assert_close
+
+        def close(got: np.ndarray, wanted: np.ndarray, kind: str, sums: float = 1e-5, original: Any = original) -> None:
+            original(got, wanted, kind, max(sums, 1e-4))
+        monkeypatch.setattr(module, "assert_close", close)
+
+
+@pytest.mark.parametrize(("arch", "form", "activation", "rows", "tile", "instruction"), marked(LINEAR))
+def test_linear_in_tiles_of_engines(arch: str, form: str, activation: str, rows: tuple[int, int], tile: Tile,
+                                    instruction: str, compilers: Callable[[str], PtxCompiler],
+                                    device_sums: None) -> None:
+    """144 features and 1024 channels; rows beyond the step's are not written."""
+    runner = PtxRunner(compilers(arch), Options(seed=1))
+    problem = Problem(rows[0], 144, 1024, form, activation, scale=True, token_scales=activation in (
+        "fp8", "int8"))
+    test_linear.check(runner, problem, tile, rows[1])  # type: ignore[arg-type]
+    assert any(opcode.startswith(instruction) and count for opcode, count in runner.executed.items())
+
+
+@pytest.mark.parametrize(("arch", "kv_type", "tile", "instruction"), marked(ATTENTION))
+def test_attention_in_tiles_of_engines(arch: str, kv_type: str, tile: AttentionTile, instruction: str,
+                                       compilers: Callable[[str], PtxCompiler], device_sums: None) -> None:
+    """Contexts and single tokens in one step, eight heads of 128 in two groups."""
+    runner = PtxRunner(compilers(arch), Options(seed=1))
+    test_attention.check(runner, tile, [9, 170, 70, 5], [9, 113, 1, 5], 8, 2, 128, 128, "bf16",  # type: ignore[arg-type]
+                         kv_type, sums=4e-3)
+    assert any(opcode.startswith(instruction) and count for opcode, count in runner.executed.items())
