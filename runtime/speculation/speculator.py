@@ -102,7 +102,8 @@ class Speculator(Generic[S]):
         for count, (chance, _) in enumerate(chances[:room], 1):
             expected += chance
             taken = estimate(points, num_sequences + count)
-            assert taken is not None
+            if taken is None:  # nothing like it was tried yet: half as many come first
+                break
             if expected / taken > best_rate:
                 best, best_rate = count, expected / taken
         counts: dict[S, int] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import deque
 from statistics import median
@@ -11,6 +12,8 @@ _NUM_KEPT = 9
 _MIN_FOR_MEDIAN = 5
 _MAX_AGE = 512
 """Steps after which what was measured is forgotten: contexts have grown meanwhile, or other work has gone."""
+_AGE_OF_ONE = 64
+"""Of a single measurement, of two twice as many: it may have been chance, and is tried again."""
 
 
 def bucket_of(num_tokens: int) -> int:
@@ -39,13 +42,15 @@ class StepTimes:
         self._typicals.pop(bucket, None)
 
     def known(self) -> list[tuple[int, float]]:
-        """(tokens, seconds) that were measured lately, ascending; no more tokens take less time."""
-        points, least = [], 0.0
-        for bucket in sorted(self._times):
-            if self._num_steps - self._measured_at[bucket] <= _MAX_AGE:
-                least = max(least, self._typical(bucket))
-                points.append((bucket, least))
-        return points
+        """(tokens, seconds) that were measured lately, ascending. Fewer tokens take no longer than more: where they
+        did, they were held up."""
+        points, most = [], math.inf
+        for bucket in sorted(self._times, reverse=True):
+            age = self._num_steps - self._measured_at[bucket]
+            if age <= min(_AGE_OF_ONE * len(self._times[bucket]), _MAX_AGE):
+                most = min(most, self._typical(bucket))
+                points.append((bucket, most))
+        return points[::-1]
 
     def _typical(self, bucket: int) -> float:
         found = self._typicals.get(bucket)
@@ -56,11 +61,11 @@ class StepTimes:
 
 
 def estimate(points: list[tuple[int, float]], num_tokens: int) -> float | None:
-    """Seconds of a step, between the nearest of `known`. Beyond the last one: as long as that, so that it is tried
-    where it may be worth it; None below the first."""
+    """Seconds of a step, between the nearest of `known`. Up to twice the last one: as long as that, so that it is tried
+    where it may be worth it. None beyond, and below the first."""
     place = bisect_left(points, (bucket_of(num_tokens), 0.0))
     if place == len(points):
-        return points[-1][1] if points else None
+        return points[-1][1] if points and num_tokens <= 2 * points[-1][0] else None
     above, seconds = points[place]
     if above == bucket_of(num_tokens):
         return seconds

@@ -57,8 +57,11 @@ def test_in_between_it_depends_on_the_chance() -> None:
     assert 0 < at_first < lengths(found, [one])[0]
 
 
-def test_a_count_that_was_never_tried_is_tried() -> None:
-    assert lengths(speculator({1: 1.0}), [repeating()]) == [8]
+def test_counts_that_were_never_tried_are_tried_by_and_by() -> None:
+    tried = []
+    for times in ({1: 1.0}, {1: 1.0, 2: 1.1}, {1: 1.0, 4: 1.0}, {1: 1.0, 8: 1.0}):
+        tried += lengths(speculator(times), [repeating()])
+    assert tried == [1, 3, 7, 8]
 
 
 def test_what_is_not_worth_it_is_compared_with_what_comes() -> None:
@@ -145,14 +148,28 @@ def test_times_between_and_beyond_those_measured() -> None:
     assert estimate(times.known(), 1) is None
     times.add(2, 1.0)
     times.add(6, 3.0)
-    assert [estimate(times.known(), count) for count in (1, 2, 4, 6, 7, 500)] == [None, 1.0, 2.0, 3.0, 3.0, 3.0]
+    assert [estimate(times.known(), count) for count in (1, 2, 4, 6, 12, 13)] == [None, 1.0, 2.0, 3.0, 3.0, None]
 
 
-def test_more_tokens_never_take_less_time() -> None:
+def test_fewer_tokens_never_take_longer() -> None:
     times = StepTimes()
     times.add(2, 2.0)
     times.add(3, 1.0)
-    assert times.known() == [(2, 2.0), (3, 2.0)]
+    assert times.known() == [(2, 1.0), (3, 1.0)]
+
+
+def test_a_count_that_was_slow_once_is_tried_again() -> None:
+    times = StepTimes()
+    times.add(9, 50.0)
+    for count in (60, 10):
+        before = times.known()
+        for _ in range(count):
+            times.add(1, 1.0)
+    assert before == [(1, 1.0), (9, 50.0)] and times.known() == [(1, 1.0)]
+    times.add(9, 60.0)  # the first is not forgotten
+    for _ in range(100):
+        times.add(1, 1.0)
+    assert times.known() == [(1, 1.0), (9, 50.0)]
 
 
 def test_a_step_that_was_held_up_once_decides_nothing() -> None:
