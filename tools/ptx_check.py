@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ingot.compiler.gpu.triton_compile import CompileError, PtxCompiler
+from ingot.compiler.gpu.triton_compile import CompileError, PtxCompiler, PtxKernel
 from ingot.compiler.targets import architectures
 from ingot.plugins.gpu.kernel import GpuKernel, TensorMap
 
@@ -76,7 +76,7 @@ def run_case(case: Case, compiler: PtxCompiler, options: Options, result: Result
     begin = time.perf_counter()
     status, detail = "passed", ""
     try:
-        with device_tolerance(case, runner, compiler.arch.name):
+        with device_tolerance(case, runner, compiler.arch.name):  # type: ignore[arg-type]
             case.run(runner)
     except CompileError as error:
         status, detail = "skipped", _reason(error)
@@ -88,8 +88,8 @@ def run_case(case: Case, compiler: PtxCompiler, options: Options, result: Result
     return Outcome(case.name, status, detail, time.perf_counter() - begin)
 
 
-def _with_descriptors_only_where_there_are(compiler: PtxCompiler) -> Callable[[GpuKernel], object]:
-    def compile_one(kernel: GpuKernel) -> object:
+def _with_descriptors_only_where_there_are(compiler: PtxCompiler) -> Callable[[GpuKernel], PtxKernel]:
+    def compile_one(kernel: GpuKernel) -> PtxKernel:
         if compiler.arch.capability < _DESCRIPTORS_SINCE and any(isinstance(kind, TensorMap)
                                                                  for _, kind in kernel.parameters):
             raise CompileError(f"{compiler.arch.name} has no descriptors")
@@ -110,7 +110,7 @@ def _reason(error: CompileError) -> str:
 
 def as_text(results: Sequence[Result]) -> str:
     """Markdown: cases and instructions of each architecture, what failed, and why cases were skipped."""
-    rows = [("arch", "passed", "failed", "skipped", "kernels", "instructions", "seconds")]
+    rows: list[tuple[str, ...]] = [("arch", "passed", "failed", "skipped", "kernels", "instructions", "seconds")]
     rows += [(result.arch, *(str(result.count(status)) for status in ("passed", "failed", "skipped")),
               str(len(result.kernels)), f"{sum(result.executed.values()):,}", f"{result.seconds:.0f}")
              for result in results]

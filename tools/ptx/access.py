@@ -76,8 +76,9 @@ def load(op: Instruction, code: Code) -> Run:
         elif space == "local":
             found = warps.local.view(element, count)[warps.local.offsets(warps, address(warps), size) // size]
         else:
-            at = launch.memory.offsets(address(warps), size, warps.mask)
-            found = launch.memory.view(element, count)[at // np.uint64(size)]
+            at = launch.memory.offsets(address(warps), size, warps.mask).astype(np.int64)
+            launch.memory.note_read(warps, at, size)
+            found = launch.memory.view(element, count)[at // size]
         for i, (view, row) in enumerate(targets):
             np.copyto(warps.views[view][row], found[:, i], where=warps.mask)
     return run
@@ -133,6 +134,7 @@ def store(op: Instruction, code: Code) -> Run:
             at, view = warps.local.offsets(warps, address(warps), size), warps.local.view(element, count)
         else:
             at = launch.memory.offsets(address(warps), size, warps.mask).astype(np.int64)
+            launch.memory.note_write(warps, at, values.view(np.uint8))
             view = launch.memory.view(element, count)
         if warps.mask is True:
             view[at // size] = values
@@ -164,6 +166,7 @@ def atomic(op: Instruction, code: Code) -> Run:
     element = INTEGERS.get(kind) or _FLOAT_WORDS[kind]
     width, floats = 8 * int(element[1]), kind in _FLOAT_WORDS
     returns = op.opcode.startswith("atom")
+    acquires, releases = op.has("acquire") or op.has("acq_rel"), op.has("release") or op.has("acq_rel")
     d = code.target(op.operands[0], width) if returns else None
     place, *values = op.operands[1:] if returns else op.operands
     address = address_reader(place, code)
@@ -180,7 +183,10 @@ def atomic(op: Instruction, code: Code) -> Run:
             view = launch.memory.view(element, 1)
         given = [warps.views[element][row] for row in sources]
         old = np.zeros(warps.lanes, element)
+        races = launch.global_races if space == "global" else None
         for lane in launch.random.permutation(np.flatnonzero(warps.active)):
+            if races is not None:
+                races.atomic(int(warps.warp_of_launch[lane]), int(at[lane]), acquires, releases)
             cell = int(at[lane]) // size
             old[lane] = view[cell, 0]
             view[cell, 0] = function(view[cell, 0], *[value[lane] for value in given])
@@ -229,8 +235,10 @@ def copy(op: Instruction, code: Code) -> Run:
             raise PtxError(f"{op.opcode}: more bytes than {size}")
         if wanted is not None and ((wanted != 0) & (wanted != size) & warps.active).any():
             raise PtxError(f"{op.opcode}: parts of {size} bytes are not supported")
-        data = launch.memory.view("u1", size)[
-            launch.memory.offsets(source(warps), size, read).astype(np.int64) // size]
+        places = launch.memory.offsets(source(warps), size, read).astype(np.int64)
+        if wanted is None:
+            launch.memory.note_read(warps, places, size)
+        data = launch.memory.view("u1", size)[places // size]
         if wanted is not None:
             data[wanted == 0] = 0
         shared.note_write(warps, at, data)

@@ -43,8 +43,8 @@ class Step:
 @dataclass
 class Stretch:
     """Instructions that are executed one after the other, then one that the machine has to look at: a jump, a barrier,
-    the end, or one that may have to wait. last is None where a label follows; next: what stands behind it all.
-    executions: by how many warps."""
+    the end, an atomic operation, or one that may have to wait. last is None where a label follows; next: what stands
+    behind it all. executions: by how many warps."""
 
     steps: list[Step]
     last: Instruction | None
@@ -149,7 +149,7 @@ class Code:
                 self.stretches[begin] = Stretch([step for step in steps[begin:limit] if step], None, None, limit)
 
     def _stops(self, op: Instruction) -> bool:
-        return _is_end(op) or meaning(op.opcode).waits
+        return _is_end(op) or is_atomic(op) or meaning(op.opcode).waits
 
     def _target(self, op: Instruction) -> int:
         assert isinstance(op.operands[0], Immediate)
@@ -172,6 +172,11 @@ class Code:
 
 def _name(op: Instruction) -> str:
     return op.opcode.partition(".")[0]
+
+
+def is_atomic(op: Instruction | None) -> bool:
+    """Others may come in between before and after it."""
+    return op is not None and _name(op) in ("atom", "red")
 
 
 def _is_end(op: Instruction) -> bool:

@@ -27,6 +27,11 @@ _BOUNDS = {"ex2": 2.0**-22.5, "rsqrt": 2.0**-22.9, "rcp": 2.0**-23, "sqrt": 2.0*
 instructions."""
 
 
+_EXACT: dict[str, Callable[..., Any]] = {
+    "div": np.divide, "ex2": np.exp2, "lg2": np.log2, "rsqrt": lambda x: 1 / np.sqrt(x), "rcp": lambda x: 1 / x,
+    "sqrt": np.sqrt, "sin": np.sin, "cos": np.cos, "tanh": np.tanh}
+
+
 def widen(bits: np.ndarray, name: str) -> np.ndarray:
     """Register bits -> floats: float32, or float64 of f64; of packed types twice as many."""
     if name.startswith("bf16"):
@@ -158,8 +163,7 @@ def copy_sign(op: Instruction, code: Code) -> Run:
              "rcp.approx", "sqrt.approx", "sin.approx", "cos.approx", "tanh.approx")
 def function(op: Instruction, code: Code) -> Run:
     name = op.opcode.partition(".")[0]
-    exact = {"div": np.divide, "ex2": np.exp2, "lg2": np.log2, "rsqrt": lambda x: 1 / np.sqrt(x),
-             "rcp": lambda x: 1 / x, "sqrt": np.sqrt, "sin": np.sin, "cos": np.cos, "tanh": np.tanh}[name]
+    exact = _EXACT[name]
     if op.has("rn"):
         return _floats(op, code, exact)
     found = partial(_approximate, name, exact)

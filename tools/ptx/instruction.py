@@ -147,6 +147,9 @@ class Code(Protocol):
     def target(self, operand: Operand | None, width: int) -> int:
         """The same of a result; of `_` a register that nobody reads."""
 
+    def special(self, name: str, width: int) -> int:
+        """Register of what a launch knows: "%tid.x", or "param:" and the name of a parameter."""
+
     def carry(self) -> int:
         """The predicate that holds the carry of additions of several words."""
 

@@ -6,7 +6,7 @@ are masked, and those furthest behind in the text run first, which brings them t
 wait for each other otherwise than at barriers (mbarrier) runs each warp alone.
 
 What the order of warps within a stretch between barriers would show, the race checker of shared memory shows too, so
-lockstep hides nothing there; between blocks only the order of groups is tried.
+lockstep hides nothing there; the same is looked for in global memory (races.py), in launches that are not too large.
 """
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from .code import Code, Stretch
+from .code import Code, Stretch, is_atomic
 from .instruction import Instruction, PtxError
 from .memory import PARAM_BASE, POISON, GlobalMemory, SharedAccess
+from .races import MOST_WARPS, GlobalRaces
 from .warp import LANES, Block, Warps
 
 MOST_LANES = 2048
@@ -56,6 +57,10 @@ class Launch:
         self.races = not code.waits and not any(_is_partial(op, num_threads) for op in code.program.instructions)
         self.alone = options.lockstep == "warp" or code.waits
         self.shared_access = SharedAccess(0, 0, False)
+        self.global_races: GlobalRaces | None = None
+        num_blocks = grid[0] * grid[1] * grid[2]
+        if self.races and num_blocks * self.num_warps <= MOST_WARPS:
+            self.global_races = GlobalRaces(len(memory.bytes), num_blocks, self.num_warps)
 
     def tensor_map(self, address: int) -> Any:
         """What the parameter at that address is. Raises PtxError if there is no tensor map."""
@@ -74,8 +79,14 @@ class Launch:
         resident = max(RESIDENT_BLOCKS, together)
         with np.errstate(all="ignore"):
             for begin in range(0, len(order), resident):
-                self._wave([Block(index, self.num_warps, np.zeros(0, np.uint8))
+                self._wave([Block(index, self.num_warps, np.zeros(0, np.uint8), indices.index(index))
                             for index in order[begin : begin + resident]], together)
+
+    def barrier(self, block: Block) -> None:
+        """All threads of the block have met: what they did before is done."""
+        self.shared_access.barrier(block.number)
+        if self.global_races is not None:
+            self.global_races.barrier(block.of_launch)
 
     def _wave(self, blocks: list[Block], together: int) -> None:
         self.shared_access = SharedAccess(len(blocks), self.shared_bytes, self.races)
@@ -254,7 +265,7 @@ class Scheduler:
         if not stretch.wait(group.warps):
             group.add(stretch.next, mask)
             self._wake()
-            return True
+            return not is_atomic(stretch.last)
         group.add(stretch.next - 1, mask)
         group.stuck = first and not stretch.steps
         if stretch.next - 1 not in self._stretches:
@@ -299,7 +310,7 @@ class Scheduler:
         waits = "sync" in parts
         if group.whole and waits and len(op.operands) == 1 and mask is not None and bool(mask.all()):
             for number in group.blocks:
-                self._launch.shared_access.barrier(number)
+                self._launch.barrier(self._blocks[number])
             group.add(after, mask)
             return
         barrier = group.warps.read(op.operands[0], np.uint32)
@@ -326,7 +337,7 @@ class Scheduler:
             group.add(after, mask)
             group.stuck = False
         del self._arrived[key]
-        self._launch.shared_access.barrier(key[0])
+        self._launch.barrier(block)
 
 
 def _do_one(block: Block, random: np.random.Generator) -> None:
@@ -338,6 +349,6 @@ def _shown(op: Instruction | None) -> str:
 
 
 def _indices(group: Group, mask: np.ndarray) -> str:
-    found = list(dict.fromkeys(block.index for (block, _), some in
-                               zip(group.members, mask.reshape(-1, LANES).any(1), strict=True) if some))
+    some = list(np.any(mask.reshape(-1, LANES), axis=1))
+    found = list(dict.fromkeys(block.index for (block, _), here in zip(group.members, some, strict=True) if here))
     return ", ".join(map(str, found[:4])) + (", …" if len(found) > 4 else "")

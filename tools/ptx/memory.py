@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .instruction import PtxError
+from .races import RaceError
 
 if TYPE_CHECKING:
     from .warp import Warps
@@ -93,14 +94,32 @@ class GlobalMemory:
         else:
             self.bytes[places[mask]] = data[mask]
 
+    def note_read(self, warps: Warps, at: np.ndarray, size: int) -> None:
+        """at: checked offsets. Raises PtxError if it races with a write."""
+        if (races := warps.launch.global_races) is not None:
+            try:
+                races.load(warps, at, size)
+            except RaceError as error:
+                raise PtxError(f"race: {self._near(error.at)} is {error}") from None
+
+    def note_write(self, warps: Warps, at: np.ndarray, data: np.ndarray) -> None:
+        """data: u8 [lanes, size]. Raises PtxError if it races with a read or another write."""
+        if (races := warps.launch.global_races) is not None:
+            try:
+                races.store(warps, at, data, self.bytes)
+            except RaceError as error:
+                raise PtxError(f"race: {self._near(error.at)} is {error}") from None
+
+    def _near(self, at: int) -> str:
+        before = [(begin, name, array.nbytes) for name, (begin, array) in self._places.items() if begin <= at]
+        if not before:
+            return "before the first array"
+        begin, name, num_bytes = max(before)
+        return f"byte {at - begin} of {name}, which has {num_bytes}"
+
     def _refuse(self, address: np.ndarray, bad: np.ndarray, size: int, what: str) -> None:
         lane = int(np.flatnonzero(bad)[0])
-        at = int(address[lane]) - BASE
-        before = [(begin, name, array.nbytes) for name, (begin, array) in self._places.items() if begin <= at]
-        near = "before the first array"
-        if before:
-            begin, name, num_bytes = max(before)
-            near = f"byte {at - begin} of {name}, which has {num_bytes}"
+        near = self._near(int(address[lane]) - BASE)
         raise PtxError(f"access of {size} bytes in global memory, {what}: {int(address[lane]):#x} ({near}), thread "
                        f"{lane}")
 

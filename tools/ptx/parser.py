@@ -82,6 +82,9 @@ class _Parser:
         self._program = Program()
         self._scopes: list[_Scope] = []
         self._branches: list[tuple[int, list[_Scope]]] = []
+        self._label = ""
+        self._tables: dict[str, list[str]] = {}
+        """Label -> the labels that brx.idx chooses from."""
 
     # tokens
 
@@ -213,10 +216,13 @@ class _Parser:
                 self._local()
             elif token == ".pragma":
                 self._until(";")
+            elif token == ".branchtargets":
+                self._tables[self._label] = [word for word in self._until(";") if word != ","]
             elif token == ";":
                 continue
             elif self._peek() == ":":
                 self._next()
+                self._label = token
                 self._scopes[-1].labels[token] = len(self._program.instructions)
             elif token:
                 self._instruction(token)
@@ -257,9 +263,27 @@ class _Parser:
             operands.append(self._operand())
             if self._peek() != ";":
                 self._expect(",")
+        if token == "brx.idx":
+            self._chain(operands, predicate, line)
+            return
         if token.partition(".")[0] == "bra":
             self._branches.append((len(self._program.instructions), list(self._scopes)))
         self._program.instructions.append(Instruction(token, tuple(operands), predicate, line))
+
+    def _chain(self, operands: list[Operand | None], predicate: Predicate | None, line: int) -> None:
+        """brx.idx register, table: a comparison and a branch for each label of the table."""
+        index, table = operands
+        if predicate is not None or not isinstance(table, Symbol) or table.name not in self._tables:
+            raise self._error("brx.idx without a table before it, or with a predicate, is not supported")
+        chosen = Register(f"%chosen{line}", 1, self._program.registers[1])
+        self._program.registers[1] += 1
+        for number, label in enumerate(self._tables[table.name]):
+            self._program.instructions.append(
+                Instruction("setp.eq.s32", (chosen, index, Immediate(number)), None, line))
+            self._branches.append((len(self._program.instructions), list(self._scopes)))
+            self._program.instructions.append(
+                Instruction("bra", (Symbol(label),), Predicate(chosen, False), line))
+        self._program.instructions.append(Instruction("trap", (), None, line))
 
     def _operand(self) -> Operand | None:
         if self._accept("{"):
@@ -286,7 +310,8 @@ class _Parser:
     def _address(self) -> Address:
         base = self._value()
         assert base is not None
-        offset, coordinates = 0, ()
+        offset = 0
+        coordinates: tuple[Operand, ...] = ()
         if self._accept("+"):
             sign = -1 if self._accept("-") else 1
             offset = sign * int(_number(self._next()))
@@ -294,11 +319,11 @@ class _Parser:
             offset = -int(_number(self._next()))
         if self._accept(","):
             found = self._operand()
-            if not isinstance(found, Vector) or None in found.items:
+            if not isinstance(found, Vector):
                 raise self._error("expected the coordinates of a tensor map")
-            coordinates = found.items
+            coordinates = tuple(item for item in found.items if item is not None)
         self._expect("]")
-        return Address(base, offset, coordinates)  # type: ignore[arg-type]
+        return Address(base, offset, coordinates)
 
     def _named(self, name: str) -> Operand:
         digits = re.search(r"\d+$", name)

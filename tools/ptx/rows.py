@@ -90,7 +90,8 @@ def require_whole_warps(op: Instruction, warps: Warps) -> np.ndarray:
     if warps.mask is True:
         return np.ones(warps.num_warps, bool)
     active = per_warp(warps.mask)
-    some, every = active.any(1), active.all(1)
+    some: np.ndarray = np.any(active, axis=1)
+    every: np.ndarray = np.all(active, axis=1)
     if (some != every).any():
         raise PtxError(f"{op.opcode} wants all lanes of a warp; only some are here")
     return every

@@ -41,12 +41,14 @@ class Block:
                   chooses, at the latest when all warps wait. A module appends functions; what must have happened
                   before something else must be one function, or be run by `finish`.
 
+    of_launch     its number in the launch
     number        among the blocks that run side by side; alive: threads that have not ended
     """
 
     index: tuple[int, int, int]
     num_warps: int
     shared: np.ndarray
+    of_launch: int = 0
     number: int = 0
     alive: int = 0
     state: dict[Any, Any] = field(default_factory=dict)
@@ -64,7 +66,7 @@ class Warps:
 
     bits[width]   list of all registers of that width: u8 to u64 [lanes], or bool for width 1
     views[dtype]  the same as another type of that width: views["f4"], "i4", "u4", "f2", "i2", "u2", "f8", "i8", "u8"
-    warp_of_block which warp of its block each warp is
+    warp_of_block which warp of its block each warp is; warp_of_launch: i32 [lanes], the same of the whole launch
     """
 
     def __init__(self, launch: Launch, file: dict[int, np.ndarray], blocks: list[Block], warp_of_block: list[int],
@@ -84,6 +86,8 @@ class Warps:
         warp = np.repeat(np.array(warp_of_block, np.uint64) + np.uint64(1), LANES)
         self.marks = {f"u{size}": (warp * np.uint64(0x0101010101010101)).astype(f"<u{size}") for size in (1, 2, 4, 8)}
         """In each byte the warp's number in its block, plus one: how the race checker knows it."""
+        self.warp_of_launch = np.repeat(np.array([block.of_launch * block.num_warps + warp for block, warp in
+                                                  zip(blocks, warp_of_block, strict=True)], np.int32), LANES)
         self.copies = Copies(self.lanes)
         self.local = LocalMemory(self.lanes, launch.code.program.local_bytes)
         self._alone: list[Warps] = []

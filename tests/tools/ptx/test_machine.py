@@ -176,3 +176,40 @@ def test_scopes_of_inline_assembly() -> None:
         end: add.s32 %r10, %r10, one; }}
         {{ .reg .b32 one; mov.b32 one, 6; bra end; add.s32 %r10, %r10, 100; end: add.s32 %r10, %r10, one; }} {STORE}"""
     assert run(text, {"out": np.zeros(32, np.uint32)})["out"].tolist() == [12] * 32
+
+
+def handed_over(hand: str) -> str:
+    """Warp 0 of each block writes, and the last block to come adds up what all have written."""
+    return f"""setp.lt.u32 %p2, %r0, 32; mad.lo.s32 %r20, %r1, 32, %r0; mad.wide.u32 %rd10, %r20, 4, %rd1;
+        @%p2 st.global.b32 [%rd10], %r20; {hand}
+        setp.eq.s32 %p0, %r0, 32; @%p0 {{ATOM}} %r10, [%rd0], 1; @%p0 st.shared.b32 [memory], %r10;
+        bar.sync 0; ld.shared.b32 %r11, [memory]; setp.eq.s32 %p1, %r11, 5; @!%p1 bra end;
+        mad.wide.u32 %rd11, %r0, 4, %rd1; ld.global.b32 %r12, [%rd11]; ld.global.b32 %r13, [%rd11+512];
+        add.s32 %r12, %r12, %r13; mad.wide.u32 %rd11, %r0, 4, %rd0; st.global.b32 [%rd11+4], %r12; end:"""
+
+
+@MODES
+def test_races_between_blocks(lockstep: str) -> None:
+    arrays = {"count": np.zeros(65, np.uint32), "parts": np.zeros(192, np.uint32)}
+
+    def sums(hand: str, atom: str) -> np.ndarray:
+        text = handed_over(hand).replace("{ATOM}", atom)
+        return run(text, arrays, (6, 1, 1), 2, lockstep=lockstep)["count"][1:]
+    assert (sums("bar.sync 0;", "atom.global.gpu.acq_rel.add.u32") == 2 * WORDS + 128).all()
+    with pytest.raises(PtxError, match=r"race: byte \d+ of parts, which has 768 is read by warp \d of block \d and was "
+                                       r"written by warp 0 of block \d"):
+        sums("", "atom.global.gpu.acq_rel.add.u32")
+    with pytest.raises(PtxError, match=r"race: byte \d+ of parts"):
+        sums("bar.sync 0;", "atom.global.gpu.relaxed.add.u32")
+
+
+@pytest.mark.parametrize("first, second", [
+    ("st.global.b32 [%rd0], %r0;", "ld.global.b32 %r11, [%rd0];"),
+    ("ld.global.b32 %r11, [%rd0];", "st.global.b32 [%rd0], 9;"),
+    ("st.global.b32 [%rd0], 1;", "st.global.b32 [%rd0], 2;")])
+def test_races_within_a_block(first: str, second: str) -> None:
+    text = f"setp.eq.s32 %p0, %r0, 3; setp.eq.s32 %p1, %r0, 40; @%p0 {first} BARRIER @%p1 {second}"
+    run(text.replace("BARRIER", "bar.sync 0;"), {"x": np.zeros(4, np.uint32)}, num_warps=2)
+    for lockstep in ("warp", "block"):
+        with pytest.raises(PtxError, match=r"race: byte 0 of x.* nothing puts one behind the other"):
+            run(text.replace("BARRIER", ""), {"x": np.zeros(4, np.uint32)}, num_warps=2, lockstep=lockstep)
