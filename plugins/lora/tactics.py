@@ -71,8 +71,11 @@ def _channels(m: int, k: int) -> int:
 
 def shrink(problem: Shrink, device: Device) -> Candidates:
     """Parameters: x, a, h, adapters, token_seq, sizes."""
-    p = problem
-    rows, block_r, parts = _rows(p.m), min(_MAX_RANK_BLOCK, _power(p.rank)), splits(p.m, p.k)
+    return Candidates(tuple(_shrink(problem, rows) for rows in _rows(problem.m)))
+
+
+def _shrink(p: Shrink, rows: int) -> Candidate:
+    block_r, parts = min(_MAX_RANK_BLOCK, _power(p.rank)), splits(p.m, p.k)
     constants: dict[str, Constant] = {
         "K": p.k, "RANK": p.rank, "MODULES": p.num_modules, "X_STRIDE": p.x_stride or p.k,
         "A_STRIDE": p.module_bytes // 2, "SLOT_STRIDE": p.slot_bytes // 2, "NUM_SLOTS": p.num_slots,
@@ -81,13 +84,16 @@ def shrink(problem: Shrink, device: Device) -> Candidates:
     grid = -(-p.m // rows), p.num_modules * -(-p.rank // block_r), parts
     width = p.num_modules * p.rank
     moved = p.m * (p.k * BYTES[p.x_type] + 4 * parts * width) + 2 * width * p.k
-    return Candidates((Candidate("lora_shrink", (GpuLaunch(kernel, grid),), Cost(moved, 2.0 * p.m * width * p.k)),))
+    return Candidate(f"lora_shrink {rows}", (GpuLaunch(kernel, grid),), Cost(moved, 2.0 * p.m * width * p.k))
 
 
 def expand(problem: Expand, device: Device) -> Candidates:
     """Parameters: y, h, b, adapters, token_seq, sizes."""
-    p = problem
-    rows, block_r = _rows(p.m), min(_MAX_RANK_BLOCK, _power(p.rank))
+    return Candidates(tuple(_expand(problem, rows) for rows in _rows(problem.m)))
+
+
+def _expand(p: Expand, rows: int) -> Candidate:
+    block_r = min(_MAX_RANK_BLOCK, _power(p.rank))
     constants: dict[str, Constant] = {
         "N": p.n, "H_WIDTH": p.h_width, "RANK": p.rank, "SLOT_STRIDE": p.slot_bytes // 2, "NUM_SLOTS": p.num_slots,
         "SPLITS": p.splits, "BLOCK_M": rows, "BLOCK_N": _BLOCK_N, "BLOCK_R": block_r}
@@ -99,18 +105,21 @@ def expand(problem: Expand, device: Device) -> Candidates:
     width = sum(part[1] for part in p.parts)
     grid = -(-p.m // rows), sum(-(-part[1] // _BLOCK_N) for part in p.parts), 1
     moved = p.m * (2 * width * BYTES[p.y_type] + 4 * p.splits * p.h_width) + 2 * p.rank * width
-    return Candidates((Candidate("lora_expand", (GpuLaunch(kernel, grid),), Cost(moved, 2.0 * p.m * width * p.rank)),))
+    return Candidate(f"lora_expand {rows}", (GpuLaunch(kernel, grid),), Cost(moved, 2.0 * p.m * width * p.rank))
 
 
 def _kernel(name: str, words: tuple[Any, ...], pointers: dict[str, str], constants: dict[str, Constant]) -> GpuKernel:
     parameters = {**{key: f"*{ELEMENTS[kind]}" for key, kind in pointers.items()}, "adapters": "*i32",
                   "token_seq": "*i32", "sizes": "*i32"}
-    return GpuKernel(symbol(f"lora_{name}", *words), MODULE, name, *arguments(dict(parameters), constants), 4, 3)
+    # What is not bfloat16 is multiplied in three parts, which take registers; so do tiles of many rows.
+    warps, stages = 8 if constants["BLOCK_M"] == _MANY_ROWS else 4, 3 if words[0] == "bf16" else 2
+    return GpuKernel(symbol(f"lora_{name}", *words), MODULE, name, *arguments(dict(parameters), constants), warps,
+                     stages)
 
 
-def _rows(m: int) -> int:
-    """Tokens of a block."""
-    return _FEW_ROWS if m <= _FEW_TOKENS else _MANY_ROWS
+def _rows(m: int) -> tuple[int, ...]:
+    """Tokens of a block; fewer where registers are too few for so many."""
+    return (_FEW_ROWS,) if m <= _FEW_TOKENS else (_MANY_ROWS, _MANY_ROWS // 2)
 
 
 def _power(rank: int) -> int:

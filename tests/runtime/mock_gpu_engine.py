@@ -27,6 +27,7 @@ from ingot.plugins.linear.tactics import launch as linear
 from ingot.plugins.sampling.tactics import SCRATCH
 from ingot.plugins.sampling.tactics import Problem as Sampling
 from ingot.plugins.sampling.tactics import candidates as sampling
+from ingot.runtime.lora import LoraModule, LoraRoom
 from ingot.runtime.manifest import canonical_json
 from ingot.runtime.program import PLAN_VERSION
 from ingot.runtime.sampling_inputs import MAX_BIASES
@@ -41,6 +42,9 @@ _rng = np.random.default_rng(3)
 TABLE = to_bf16(_rng.standard_normal((VOCAB_SIZE, DIM)).astype(np.float32))
 MATRIX = to_bf16((_rng.standard_normal((DIM, DIM)) / 8).astype(np.float32))
 HEAD = to_bf16(_rng.standard_normal((VOCAB_SIZE, DIM)).astype(np.float32))
+ROOM = LoraRoom(64, 2, MATRIX.nbytes, (LoraModule("block.linear", DIM, DIM, 0, MATRIX.nbytes // 2),))
+"""Room of the engine that `with_room` makes: a slot has as many bytes as the matrix."""
+
 WEIGHTS = {"table": TABLE, "matrix": MATRIX, "head": HEAD}
 
 
@@ -77,6 +81,17 @@ def launches(tokens: int) -> list[tuple[GpuLaunch, dict[str, list[Any]], dict[st
                 name: ["arena", at[name]] for name in SCRATCH} | {
                     "logits": ["arena", at["logits"]], "positions": ["input", "positions"],
                     "logit_rows": ["input", "logit_rows"]}, {"op": "sample"})]
+
+
+def with_room(plan: dict[str, Any]) -> None:
+    """Changes a plan: the matrix lies in slot 0 for adapters, and steps without adapter leave its launch out."""
+    for bucket in plan["buckets"]:
+        launch = bucket["launches"][1]
+        launch["adapters"] = True
+        for arg in launch["args"]:
+            place = arg[1] if arg[0] == "tensormap" else arg
+            if place == ["weight", "matrix"]:
+                place[:] = ["lora", 0]
 
 
 def offsets(tokens: int) -> dict[str, int]:

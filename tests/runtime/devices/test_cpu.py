@@ -209,6 +209,8 @@ _ARG = ("buckets", 1, "launches", 0, "args", 1)
     (_set(*_ARG, ["input", "num_tokens"]), "inputs are"),
     (_set(*_ARG, ["input", "block_tables", 4 * 4 * 12]), "outside its 192 bytes"),
     (_set(*_ARG, ["elsewhere"]), "expected arena"),
+    (_set(*_ARG, ["lora", 0]), "the engine has no room for adapters"),
+    (_set("buckets", 1, "launches", 0, "adapters", "yes"), r"launches\[0\]: adapters: expected bool, got 'yes'"),
     (_set(*_ARG, []), "points to nothing"),
 ])  # fmt: skip
 def test_a_wrong_plan_is_refused(mock_code: bytes, tmp_path: Path, edit: Any, message: str) -> None:
