@@ -178,6 +178,8 @@ class Calibration:
         if self.inputs is None or self.method(weight) == "rtn":
             return None
         inputs, parameter, method = self.inputs, self.parameters[weight.name], self.method(weight)
+        if weight.shared:
+            return _of_stack(inputs, weight, "gptq" in method)
         scale = column_scale(weight)
         values = self.scales.get(scale.attr("name")) if scale is not None else None
 
@@ -221,6 +223,20 @@ def calibrated(checkpoint: Checkpoint, weights: Sequence[PackedWeight], inputs: 
     warnings = [f"not calibrated: {len(missing)} of {len(rounded)} weights, such as {missing[0]}; they are "
                 "rounded to nearest" + (f": {inputs.failure}" if inputs.failure else "")] if missing else []
     return Calibration(inputs if rounded else None, choices, parameters, scales, tuple(warnings))
+
+
+def _of_stack(inputs: InputsOfModel, weight: PackedWeight, compensates: bool) -> Moments:
+    """Of experts with a shared one behind them, whose parts read all of its inputs, or each its channels of them."""
+    width, first = weight.expr.shape[2], weight.expr.shape[0] - weight.shared
+
+    def of(expert: int) -> Sequence[np.ndarray] | None:
+        part = expert - first
+        found = inputs.statistics(f"{weight.parameters[0]}[{expert}]" if part < 0 else weight.parameters[1])
+        if found is None or found.width not in (width, weight.shared * width if part >= 0 else width):
+            return None  # a rank's part of the channels is not known apart
+        begin = part * width if found.width > width else 0
+        return found.between(begin, begin + width, weight.group if compensates else 0)
+    return of
 
 
 def _usable(inputs: InputsOfModel, parameter: str, weight: PackedWeight) -> bool:

@@ -56,6 +56,16 @@ class InputStatistics:
         return InputStatistics((self.amax * np.abs(factor)).astype(np.float32), blocks, self.count,
                                (self.rows * factor).astype(np.float32))
 
+    def between(self, begin: int, end: int, group: int) -> tuple[np.ndarray, ...]:
+        """Second moments of the channels [begin, end), for weights that are rounded in groups: blocks [k, k], whose
+        sizes but for the last one's are multiples of the group. Where spans of channels end within a group, and with a
+        group of 0, the mean squares alone, [end - begin]."""
+        parts = [(block, start, max(start, begin), min(stop, end)) for block, (start, stop) in
+                 zip(self.blocks, block_spans(self.width), strict=True) if start < end and stop > begin]
+        if not group or any((b - a) % group for _, _, a, b in parts[:-1]):
+            return (self.mean_square[begin:end],)
+        return tuple(block[a - start:b - start, a - start:b - start] for block, start, a, b in parts)
+
     def to_bytes(self) -> bytes:
         head = _HEADER.pack(self.width, self.count, len(self.rows))
         parts = [head, self.amax.astype(np.float32).tobytes(), to_bf16(self.rows).tobytes()]

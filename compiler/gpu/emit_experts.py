@@ -12,7 +12,7 @@ from ..errors import CannotCompile
 from ..ir.graph import Node
 from ..plan.plan import Arg
 from .emit_linear import quantized
-from .emit_router import BY_EXPERT, lists, norm_behind, request_route, wanted, write_wanted
+from .emit_router import BY_EXPERT, lists, norm_behind, num_experts, request_route, wanted, write_wanted
 from .lower import GpuLowering
 
 
@@ -20,7 +20,7 @@ def emit_route(low: GpuLowering, node: Node) -> None:
     """Of logits that something else than a router alone has made."""
     logits, *bias = node.values
     _tokens_alone(low, node, logits)
-    problem = experts_tactics.Routing(low.tokens, low.width(logits), bias=bool(bias), **node.attrs)
+    problem = experts_tactics.Routing(low.tokens, num_experts(low, node), bias=bool(bias), **node.attrs)
     args = {"x": low.arg(logits)} | ({"bias": low.arg(bias[0])} if bias else {})
     request_route(low, node, problem, args, {})
 

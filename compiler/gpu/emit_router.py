@@ -85,7 +85,7 @@ def router_problem(low: GpuLowering, linear: Node, norm: Node | None, y: bool = 
             or (norm is not None and (low.place(source).stride or low.rows(source) != "T")):
         return None
     problem = experts_tactics.Routing(
-        low.tokens, low.width(logits), bias=bool(bias), **route.attrs, k=low.width(x), x_type=low.floats,
+        low.tokens, num_experts(low, route), bias=bool(bias), **route.attrs, k=low.width(x), x_type=low.floats,
         w_bias=bool(w_bias), norm_eps=norm.attrs["eps"] if norm else None, y=y, y_form=form)
     return problem if low.candidates(problem, experts_tactics.routing).legal else None
 
@@ -95,10 +95,15 @@ def request_route(low: GpuLowering, node: Node, problem: experts_tactics.Routing
     """Ask for the launch that makes what a route node gives, and lists the rows of each expert."""
     ids, weights = node.outputs
     args = {**args, "ids": low.output(ids), "weights": low.output(weights)}
-    low.quantized[low.identity(ids), BY_EXPERT] = places = lists(low, ids, problem.experts)
+    low.quantized[low.identity(ids), BY_EXPERT] = places = lists(low, ids, problem.all_experts)
     low.request(node, low.candidates(problem, experts_tactics.routing), args | places,
                 {ids: "ids", weights: "weights", **writes}, problem.x_type if problem.k else "",
                 native=bool(problem.k))
+
+
+def num_experts(low: GpuLowering, route: Node) -> int:
+    """That a route node chooses of."""
+    return low.width(route.values[0]) - bool(route.attrs.get("shared_gate"))
 
 
 def lists(low: GpuLowering, ids: str, experts: int) -> dict[str, Arg]:

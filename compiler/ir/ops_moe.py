@@ -13,16 +13,18 @@ from .types import DType, TensorType
 
 def _infer_route(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
     logits, *bias = types
-    require(len(logits.shape) == 2 and isinstance(logits.shape[1], int) and attrs["choices"] <= logits.shape[1]
-            and (not bias or bias[0].shape == logits.shape[1:]), f"route of {logits} with bias {bias}")
-    shape = logits.shape[0], attrs["choices"]
+    require(len(logits.shape) == 2 and isinstance(logits.shape[1], int), f"route of {logits}")
+    experts = int(logits.shape[1]) - attrs.get("shared_gate", False)
+    require(attrs["choices"] <= experts and (not bias or bias[0].shape == (experts,))
+            and (attrs.get("shared", 0) > 0 or not attrs.get("shared_gate")), f"route of {logits} with bias {bias}")
+    shape = logits.shape[0], attrs["choices"] + attrs.get("shared", 0)
     return TensorType(shape, DType.I32), TensorType(shape)
 
 
 @operator("route", (1, 2), _infer_route)
 def _route(logits: np.ndarray, bias: np.ndarray | None = None, *, choices: int, scores: str = "softmax",
            normalise: bool = False, eps: float = 0.0, factor: float = 1.0, groups: int = 1, kept_groups: int = 1,
-           group_best: int = 2) -> tuple[np.ndarray, np.ndarray]:
+           group_best: int = 2, shared: int = 0, shared_gate: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """logits [T, E], bias [E] -> the best experts of each token i32 [T, choices], best first, and their weights.
 
     scores      "softmax" over all experts, "sigmoid", or "softmax_of_chosen"
@@ -30,8 +32,12 @@ def _route(logits: np.ndarray, bias: np.ndarray | None = None, *, choices: int, 
     groups      > 1: experts stand in so many groups, and those of kept_groups of them can be chosen: of the groups
                 whose group_best best experts have the largest sum
     normalise   the weights of a token are divided by their sum + eps; factor multiplies them
+    shared      > 0: each token goes through so many experts more, those from E on, which stand behind the chosen ones:
+                [T, choices + shared]. Their weight is one; with shared_gate, of logits [T, E + 1], the sigmoid of the
+                last
     Of equals the expert of the smaller number comes first.
     """
+    logits, gate = (logits[:, :-1], logits[:, -1:]) if shared_gate else (logits, None)
     score = OPS["sigmoid"].reference(logits) if scores == "sigmoid" else np.exp(
         logits - logits.max(axis=-1, keepdims=True))
     if scores == "softmax":
@@ -47,7 +53,14 @@ def _route(logits: np.ndarray, bias: np.ndarray | None = None, *, choices: int, 
     weights = np.take_along_axis(score, ids, axis=1)
     if normalise or scores == "softmax_of_chosen":
         weights = weights / (weights.sum(axis=1, keepdims=True) + np.float32(eps))
-    return ids, weights * np.float32(factor)
+    weights = weights * np.float32(factor)
+    if not shared:
+        return ids, weights
+    always = np.arange(logits.shape[1], logits.shape[1] + shared, dtype=np.int32)
+    share = np.ones((1, 1), np.float32) if gate is None else OPS["sigmoid"].reference(gate)
+    shape = len(ids), shared
+    return (np.concatenate([ids, np.broadcast_to(always, shape)], axis=1),
+            np.concatenate([weights, np.broadcast_to(share, shape)], axis=1))
 
 
 def _infer_combine(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..ir.graph import Graph, Node
+from ..ir.graph import Graph, Node, through_reshapes
 from ..weights.expr import WeightExpr
 
 WEIGHT_INPUT = {"embedding": 0, "linear": 1, "expert_linear": 2}
@@ -84,3 +84,11 @@ def routers(graph: Graph) -> set[str]:
         if node.op not in WEIGHT_INPUT:
             stack.extend(node.values)
     return found
+
+
+def shared_gates(graph: Graph) -> set[str]:
+    """Outputs of matrices of one row beside routers: their sigmoid weighs an expert that all tokens go through."""
+    found, producers = routers(graph), graph.producers()
+    linears = [(node, through_reshapes(node.values[0], producers)) for node in graph.nodes if node.op == "linear"]
+    beside = {x for node, x in linears if node.output in found}
+    return {node.output for node, x in linears if x in beside and graph.types[node.output].shape[-1] == 1}

@@ -9,7 +9,7 @@ from ..ir.graph import Graph, Node
 from ..weights.carried import carried
 from ..weights.expr import WeightExpr, concat, literal
 from .match import rebuilt
-from .matrices import routers
+from .matrices import routers, shared_gates
 
 
 def merge_linears(graph: Graph, routers_apart: bool = False) -> Graph:
@@ -17,10 +17,11 @@ def merge_linears(graph: Graph, routers_apart: bool = False) -> Graph:
 
     Only layers of the same precision merge, and of a quantized checkpoint only where that rounds nothing. One launch
     and one quantization of x instead of several; the slices are views that the following kernels read in place.
-    routers_apart: what experts are chosen by stays a matrix of its own, which a launch computes with the choice.
+    routers_apart: what experts are chosen by, or a shared expert is weighed by, stays a matrix of its own, which a
+    launch computes with the choice.
     """
     groups: dict[tuple[str, str], list[Node]] = {}
-    apart = routers(graph) if routers_apart else set()
+    apart = routers(graph) | shared_gates(graph) if routers_apart else set()
     for node in graph.nodes:
         if node.op == "linear" and node.output not in apart and all(
                 value in graph.constants for value in node.values[1:]):

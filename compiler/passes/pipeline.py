@@ -22,6 +22,7 @@ from .fuse_residual import fuse_residual
 from .fuse_rope import fuse_rope_kv_write
 from .gather_logits import gather_logits
 from .insert_quantize import insert_quantize
+from .join_shared_experts import join_shared_experts
 from .last_dim import bring_last
 from .match import eliminate_dead_code
 from .merge_duplicates import merge_duplicates
@@ -103,8 +104,9 @@ def gpu_pipeline(precision: Precision, kv: str, stored: Mapping[str, str] | None
         ("fuse_rope_kv_write", fuse_rope_kv_write),
         ("fuse_norm_add", fuse_norm_add),
         ("add_experts_last", add_experts_last),
-        ("fuse_residual", fuse_residual),
         ("raise_moe", raise_moe),
+        ("join_shared_experts", join_shared_experts),
+        ("fuse_residual", fuse_residual),
         ("fuse_add_norm", fuse_add_norm),
         ("fuse_loops", partial(fuse_loops, accepts_strided=gpu_accepts_strided, multiple=ALIGNED_ELEMENTS)),
         ("dead_code", eliminate_dead_code),

@@ -110,6 +110,12 @@ class PackedWeight:
         return carried(self.expr, GPU_SCHEMES[self.packing.scheme].format) is not None
 
     @property
+    def shared(self) -> int:
+        """Matrices at the end of a stack that are parts of one shared expert (passes/join_shared_experts.py)."""
+        joins = len(self.expr.shape) == 3 and len(self.parameters) > 1
+        return self.expr.inputs[1].shape[0] if joins else 0
+
+    @property
     def group(self) -> int:
         """Channels that are rounded together for the inputs they meet, where the scheme's weights can be; else 0."""
         if self.packing == RAW or self.is_carried:

@@ -36,10 +36,10 @@ def _scan(x, norm_weight, xs, K: tl.constexpr, EPS: tl.constexpr, BM: tl.constex
 @triton.jit
 def _logits(x, norm_weight, w, y, q, q_scale, q_factor, q_sum, first, count, part, split,
             E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, EPS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
-            SPLITS: tl.constexpr, TO: tl.constexpr, SUMS: tl.constexpr):
+            SPLITS: tl.constexpr, TO: tl.constexpr, SUMS: tl.constexpr, GATE: tl.constexpr):
     """A K-range of the logits of BM tokens to rows of `part`, EP + 16 floats each, so that they are read by vectors:
-    behind the logits the sum of squares of x, where the norm waits for it. What others read of the norm goes to y and
-    q."""
+    behind the logits the sum of squares of x, where the norm waits for it, and with GATE the product with row E of w,
+    which would else widen the tile to the next power of two. What others read of the norm goes to y and q."""
     ms = first + tl.arange(0, BM)
     inside = ms < count
     xs = tl.minimum(ms, count - 1).to(tl.int64)
@@ -47,6 +47,7 @@ def _logits(x, norm_weight, w, y, q, q_scale, q_factor, q_sum, first, count, par
     rows = tl.minimum(expert, E - 1).to(tl.int64)
     acc = tl.zeros((EP, BM), tl.float32)
     squares = tl.zeros((BM,), tl.float32)
+    gates = tl.zeros((BM,), tl.float32)
     WRITES: tl.constexpr = y is not None or q is not None
     if WRITES:
         inverse, largest = _scan(x, norm_weight, xs, K, EPS, BM, BK)
@@ -75,17 +76,23 @@ def _logits(x, norm_weight, w, y, q, q_scale, q_factor, q_sum, first, count, par
             if q is not None:
                 store_columns(v, largest, q, q_scale, q_factor, q_sum, xs, inside, k, K, BM, BK, TO, SUMS)
         acc = dot(a, b.T, acc)
+        if GATE:
+            gate = tl.load(w + E * K + at, mask=at < K, other=0.0).to(tl.float32)
+            gates += tl.sum(b.to(tl.float32) * gate[None, :], 1)
     row = part + tl.arange(0, BM) * (EP + 16)
     tl.store(row[None, :] + expert[:, None], acc, mask=(expert < E)[:, None])
     tl.store(row + EP, squares)
+    if GATE:
+        tl.store(row + EP + 1, gates)
 
 
 @triton.jit
-def _choose(x, bias, ids, weights, order, counters, token, count, CHOICES: tl.constexpr, CP: tl.constexpr,
+def _choose(x, share, bias, ids, weights, order, counters, token, count, CHOICES: tl.constexpr, CP: tl.constexpr,
             SCORES: tl.constexpr, NORMALISE: tl.constexpr, EPS: tl.constexpr, FACTOR: tl.constexpr,
             SIZE: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, GROUP_BEST: tl.constexpr, G: tl.constexpr,
-            S: tl.constexpr, R: tl.constexpr):
-    """The choices of R tokens by their logits x [R, G, S], -inf where there is no expert."""
+            S: tl.constexpr, R: tl.constexpr, SHARED: tl.constexpr):
+    """The choices of R tokens by their logits x [R, G, S], -inf where there is no expert; behind them the SHARED
+    experts, of weight share [R]."""
     group, at = tl.arange(0, G)[None, :, None], tl.arange(0, S)[None, None, :]
     number = group * SIZE + at
     there = (group < GROUPS) & (at < SIZE)
@@ -132,11 +139,19 @@ def _choose(x, bias, ids, weights, order, counters, token, count, CHOICES: tl.co
         rest = tl.where(is_best, _GONE, rest)
     if NORMALISE or SCORES == "softmax_of_chosen":
         weight = weight / (tl.sum(weight, 1)[:, None] + EPS)
-    wanted = (token < count)[:, None] & (column < CHOICES)
-    row = token[:, None] * CHOICES + column
+    weight = weight * FACTOR
+    counted = (token < count)[:, None] & (column < CHOICES)
+    if SHARED > 0:  # all tokens go there: each has a place of its own
+        place = tl.atomic_add(counters + chosen, 1, mask=counted, sem="relaxed")
+        place = tl.where(column < CHOICES, place, token[:, None])
+        chosen = tl.where(column < CHOICES, chosen, GROUPS * SIZE + column - CHOICES)
+        weight = tl.where(column < CHOICES, weight, share[:, None])
+    wanted = (token < count)[:, None] & (column < CHOICES + SHARED)
+    row = token[:, None] * (CHOICES + SHARED) + column
     tl.store(ids + row, chosen, mask=wanted)
-    tl.store(weights + row, weight * FACTOR, mask=wanted)
-    place = tl.atomic_add(counters + chosen, 1, mask=wanted, sem="relaxed")
+    tl.store(weights + row, weight, mask=wanted)
+    if SHARED == 0:
+        place = tl.atomic_add(counters + chosen, 1, mask=counted, sem="relaxed")
     tl.store(order + chosen.to(tl.int64) * count + place, row, mask=wanted)
 
 
@@ -146,18 +161,21 @@ def route(x, norm_weight, w, w_bias, bias, ids, weights, order, starts, y, q, q_
           CHOICES: tl.constexpr, CP: tl.constexpr, SCORES: tl.constexpr, NORMALISE: tl.constexpr, EPS: tl.constexpr,
           FACTOR: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, GROUP_BEST: tl.constexpr, G: tl.constexpr,
           S: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, SPLITS: tl.constexpr, TO: tl.constexpr,
-          SUMS: tl.constexpr):
+          SUMS: tl.constexpr, SHARED: tl.constexpr, GATE: tl.constexpr, AP: tl.constexpr):
     """From tokens to their experts: norm, router, the CHOICES best of E for each token (of equals the smaller number),
     and the rows (token, choice) of each expert.
 
-    x           [T, K], normalised first by norm_weight f32 [K]; without w: the logits f32 [T, E]
-    w           the router [E, K] in the type of x; w_bias f32 [E] is added to its result
-    ids, weights  i32 and f32 [T, CHOICES], best first
+    x           [T, K], normalised first by norm_weight f32 [K]; without w: the logits f32 [T, E], with GATE [T, E + 1]
+    w           the router [E, K] in the type of x, with GATE [E + 1, K]; w_bias f32 [E] is added to its result
+    ids, weights  i32 and f32 [T, CHOICES + SHARED], best first
+    SHARED      experts, from E on, that every token has behind its choices. Their weight is one; with GATE the sigmoid
+                of what the last row of w gives
     SCORES      "softmax" over all experts, "sigmoid", or "softmax_of_chosen"; bias f32 [E] counts for the choice alone
     GROUPS      > 1: only experts of KEPT groups can be chosen, of those whose GROUP_BEST best have the largest sum
     NORMALISE   the weights of a token are divided by their sum + EPS; FACTOR multiplies them
-    order, starts  i32: expert e has starts[e + 1] - starts[e] rows, listed from order[e * T] on, each token * CHOICES +
-                choice. In which order they are listed is left to chance: what becomes of a row does not depend on it
+    order, starts  i32: expert e has starts[e + 1] - starts[e] rows, listed from order[e * T] on, each the row of
+                [T, CHOICES + SHARED]. In which order they are listed is left to chance: what becomes of a row does not
+                depend on it. AP: the power of two that holds E + SHARED
     y, q, q_scale, q_factor, q_sum  the norm for others: [T, K] in the type of x, and quantized (store_columns)
     partial     f32: logits; arrived i32, zero before and after: blocks that are done, rows of each expert, and for
                 each tile of BM tokens how many of the SPLITS of K are done. The last split of a tile chooses, the last
@@ -176,7 +194,7 @@ def route(x, norm_weight, w, w_bias, bias, ids, weights, order, starts, y, q, q_
     if w is not None:
         part = partial + (tile * SPLITS + split).to(tl.int64) * (BM * (EP + 16))
         _logits(x, norm_weight, w, y, q, q_scale, q_factor, q_sum, first, count, part, split, E, EP, K, NORM_EPS, BM,
-                BK, SPLITS, TO, SUMS)
+                BK, SPLITS, TO, SUMS, GATE)
         tl.debug_barrier()
         if SPLITS > 1:
             if tl.atomic_add(counters + E + tile, 1, sem="acq_rel") != SPLITS - 1:
@@ -184,9 +202,12 @@ def route(x, norm_weight, w, w_bias, bias, ids, weights, order, starts, y, q, q_
             tl.store(counters + E + tile, 0)
     for begin in tl.range(0, tl.minimum(BM, count - first), R, num_stages=1):
         token = first + begin + tl.arange(0, R)
+        share = tl.zeros((R,), tl.float32)
         if w is None:
-            rows = tl.minimum(token, count - 1).to(tl.int64)[:, None, None]
-            logits = tl.load(x + rows * E + number, mask=there, other=0.0)
+            rows = tl.minimum(token, count - 1).to(tl.int64) * (E + 1 if GATE else E)
+            logits = tl.load(x + rows[:, None, None] + number, mask=there, other=0.0)
+            if GATE:
+                share = tl.load(x + rows + E)
         else:
             logits = tl.zeros((R, G, S), tl.float32)
             squares = tl.zeros((R,), tl.float32)
@@ -195,20 +216,27 @@ def route(x, norm_weight, w, w_bias, bias, ids, weights, order, starts, y, q, q_
                 row += (begin + tl.arange(0, R)) * (EP + 16)
                 logits += tl.load(row[:, None, None] + number, mask=there, other=0.0, cache_modifier=".cg")
                 squares += tl.load(row + EP, cache_modifier=".cg")
+                if GATE:
+                    share += tl.load(row + EP + 1, cache_modifier=".cg")
             if norm_weight is not None and y is None and q is None:
-                logits = logits * tl.rsqrt(squares / K + NORM_EPS)[:, None, None]
+                inverse = tl.rsqrt(squares / K + NORM_EPS)
+                logits = logits * inverse[:, None, None]
+                share = share * inverse
             if w_bias is not None:
                 logits += tl.load(w_bias + number, mask=there, other=0.0)
         logits = tl.where(there, logits, float("-inf"))
-        _choose(logits, bias, ids, weights, order, counters, token, count, CHOICES, CP, SCORES, NORMALISE, EPS, FACTOR,
-                SIZE, GROUPS, KEPT, GROUP_BEST, G, S, R)
+        share = 1.0 / (1.0 + tl.exp(-share)) if GATE else tl.full((R,), 1.0, tl.float32)
+        _choose(logits, share, bias, ids, weights, order, counters, token, count, CHOICES, CP, SCORES, NORMALISE, EPS,
+                FACTOR, SIZE, GROUPS, KEPT, GROUP_BEST, G, S, R, SHARED)
     tl.debug_barrier()
     if tl.atomic_add(arrived, 1, sem="acq_rel") != (count + BM - 1) // BM - 1:
         return
-    expert = tl.arange(0, EP)
+    expert = tl.arange(0, AP)
     its = tl.load(counters + expert, mask=expert < E, other=0, cache_modifier=".cg")
-    tl.store(starts + expert, tl.cumsum(its, 0) - its, mask=expert < E)
-    tl.store(starts + E, count * CHOICES)
+    if SHARED > 0:
+        its = tl.where((expert >= E) & (expert < E + SHARED), count, its)
+    tl.store(starts + expert, tl.cumsum(its, 0) - its, mask=expert < E + SHARED)
+    tl.store(starts + E + SHARED, count * (CHOICES + SHARED))
     tl.debug_barrier()
     tl.store(counters + expert, expert * 0, mask=expert < E)
     tl.store(arrived, 0)

@@ -42,6 +42,9 @@ FORMS = ("fp8", "int8", "fp8_block", "nvfp4")
 _CHOSEN = 16
 """Tokens that a block chooses for at a time, at most."""
 
+_CHOSEN_OF = 4096
+"""Scores among which a block chooses at a time, at most: eight for each thread. With twice as many registers spill."""
+
 
 @dataclass(frozen=True)
 class Routing:
@@ -57,6 +60,8 @@ class Routing:
     w_bias     f32 [experts] is added to the router's result
     norm_eps   x is normalised first (rms_norm)
     y          others read the norm: it is written. y_form: and quantized, one of FORMS
+    shared     experts behind the others that every token goes through, after its choices. shared_gate: there is one
+               logit more, or one row more of the router, whose sigmoid is their weight; else that is one
     """
 
     m: int
@@ -76,8 +81,12 @@ class Routing:
     norm_eps: float | None = None
     y: bool = False
     y_form: str = ""
+    shared: int = 0
+    shared_gate: bool = False
 
     def __post_init__(self) -> None:
+        assert self.shared or not self.shared_gate, f"a weight of no expert: {self}"
+        assert not (self.shared_gate and self.w_bias), f"a bias of experts that are chosen, beside a gate: {self}"
         assert self.scores in SCORES and self.choices <= self.experts and self.experts % self.groups == 0, self
         assert self.k or not (self.w_bias or self.norm_eps is not None), self
         assert self.norm_eps is not None or not (self.y or self.y_form), f"nothing to write: {self}"
@@ -85,6 +94,16 @@ class Routing:
     @property
     def tile_experts(self) -> int:
         return max(16, power_of_two(self.experts))
+
+    @property
+    def all_experts(self) -> int:
+        """Those that are chosen and those that all tokens go through."""
+        return self.experts + self.shared
+
+    @property
+    def pairs(self) -> int:
+        """Experts that a token goes through."""
+        return self.choices + self.shared
 
 
 @dataclass(frozen=True)
@@ -148,8 +167,8 @@ def routing(problem: Routing, device: Device) -> Candidates:
 
 
 def _unroutable(p: Routing, device: Device) -> str:
-    if p.experts > MAX_EXPERTS or p.choices > MAX_CHOICES:
-        return f"{p.choices} of {p.experts} experts; up to {MAX_CHOICES} of {MAX_EXPERTS}"
+    if p.all_experts > MAX_EXPERTS or p.pairs > MAX_CHOICES:
+        return f"{p.pairs} of {p.all_experts} experts; up to {MAX_CHOICES} of {MAX_EXPERTS}"
     if p.k and not has_aligned_rows(p.x_type, p.x_type, p.k):
         return f"rows of {p.k} channels do not start at multiples of 16 bytes"
     if p.y_form and not quantizes_to(p.y_form):
@@ -171,8 +190,8 @@ def _router_bytes(p: Routing, tokens: int, step: int, stages: int) -> int:
 def _route(p: Routing, tokens: int, splits: int, step: int, stages: int) -> Candidate:
     """tokens: of a tile; splits of K, `step` channels at a time."""
     size = p.experts // p.groups
-    chosen = min(tokens, _CHOSEN, max(8, power_of_two(p.m)))
     groups, tile_size = power_of_two(p.groups), max(power_of_two(size), 32 // power_of_two(p.groups))
+    chosen = min(tokens, _CHOSEN, max(8, power_of_two(p.m)), _CHOSEN_OF // (groups * tile_size))
     floats = f"*{ELEMENTS[p.x_type]}"
     wanted: dict[str, Parameter | None] = {
         "x": floats if p.k else "*fp32", "norm_weight": "*fp32" if p.norm_eps is not None else None,
@@ -182,10 +201,11 @@ def _route(p: Routing, tokens: int, splits: int, step: int, stages: int) -> Cand
         "partial": "*fp32" if p.k else None, "arrived": "*i32"}
     constants: dict[str, Constant] = {
         "ROWS": SIZES["T"], "E": p.experts, "EP": p.tile_experts, "K": p.k, "NORM_EPS": p.norm_eps or 0.0,
-        "CHOICES": p.choices, "CP": power_of_two(p.choices), "SCORES": p.scores, "NORMALISE": p.normalise,
+        "CHOICES": p.choices, "CP": power_of_two(p.pairs), "SCORES": p.scores, "NORMALISE": p.normalise,
         "EPS": p.eps, "FACTOR": p.factor, "GROUPS": p.groups, "KEPT": p.kept_groups,
         "GROUP_BEST": min(p.group_best, size), "G": groups, "S": tile_size, "BM": tokens, "BK": step, "R": chosen,
-        "SPLITS": splits, **element(p.y_form)}
+        "SPLITS": splits, **element(p.y_form), "SHARED": p.shared, "GATE": p.shared_gate,
+        "AP": max(16, power_of_two(p.all_experts))}
     limited = f"best{p.group_best}of{p.kept_groups}of{p.groups}" if p.groups > 1 else ""
     router = (f"k{p.k}", p.x_type, "wbias" if p.w_bias else "", f"norm{p.norm_eps}" if p.norm_eps is not None else "",
               "y" if p.y else "", p.y_form, f"{tokens}x{step}", f"s{splits}" if splits > 1 else "") if p.k else ()
@@ -194,9 +214,10 @@ def _route(p: Routing, tokens: int, splits: int, step: int, stages: int) -> Cand
     kernel = GpuKernel(
         symbol("route", f"e{p.experts}", f"of{p.choices}", p.scores, "bias" if p.bias else "",
                f"normalise{p.eps or ''}" if p.normalise else "", f"f{p.factor}" if p.factor != 1 else "", limited,
-               f"r{chosen}", *router), MODULE, "route", *arguments(wanted, constants), warps, stages)
+               f"shared{p.shared}" if p.shared else "", "gate" if p.shared_gate else "", f"r{chosen}", *router),
+        MODULE, "route", *arguments(wanted, constants), warps, stages)
     tiles = -(-p.m // tokens)
-    num_bytes = 4.0 * p.m * (p.experts + 3 * p.choices)
+    num_bytes = 4.0 * p.m * (p.experts + 3 * p.pairs)
     through_cache = 0.0
     if p.k:
         row = p.k * BYTES[p.x_type]

@@ -15,8 +15,8 @@ WIDTH, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCAB, EXPERTS = 32, 4, 2, 8, 48, 64, 4
 class Layer:
     """pre_norm, post_norm: before and after each part; with neither the layer has none.
     parallel: attention and MLP read the same, and are added together. qk_norm: of each head, before the rotation.
-    experts: the MLP is chosen by a router; shared: with one beside it that all tokens go through. late: the layer's
-    input is read once more by a linear layer at its end.
+    experts: the MLP is chosen by a router; shared: with one beside it, so many channels wide, that all tokens go
+    through; weighed: by a weight of its own. late: the layer's input is read once more by a linear layer at its end.
     """
 
     pre_norm: bool = True
@@ -25,7 +25,8 @@ class Layer:
     qk_norm: bool = False
     rope: bool = True
     experts: bool = False
-    shared: bool = False
+    shared: int = 0
+    weighed: bool = False
     late: bool = False
 
 
@@ -75,7 +76,10 @@ def _layer(b: Builder, x: str, layer: Layer, name: str) -> str:
     y = _norm(b, middle, f"{name}.mlp_norm") if layer.pre_norm else middle
     inner, y = y, _experts(b, y, name) if layer.experts else _mlp(b, y, name)
     if layer.shared:
-        y = b.op("add", y, _mlp(b, inner, f"{name}.shared"))
+        beside = _mlp(b, inner, f"{name}.shared", layer.shared)
+        if layer.weighed:
+            beside = b.op("mul", b.op("sigmoid", _linear(b, inner, f"{name}.weight", 1)), beside)
+        y = b.op("add", y, beside)
     if layer.post_norm:
         y = _norm(b, y, f"{name}.post_norm")
     x = b.op("add", b.op("add", middle, attended) if layer.parallel else middle, y)
@@ -98,8 +102,8 @@ def _attention(b: Builder, x: str, layer: Layer, name: str) -> str:
     return _linear(b, b.op("reshape", y, shape=(1, "T", HEADS * HEAD_DIM)), f"{name}.o", WIDTH)
 
 
-def _mlp(b: Builder, x: str, name: str) -> str:
-    gate, up = (_linear(b, x, f"{name}.{part}", INNER) for part in ("gate", "up"))
+def _mlp(b: Builder, x: str, name: str, inner: int = INNER) -> str:
+    gate, up = (_linear(b, x, f"{name}.{part}", inner) for part in ("gate", "up"))
     return _linear(b, b.op("mul", b.op("silu", gate), up), f"{name}.down", WIDTH)
 
 

@@ -148,3 +148,27 @@ def test_experts_are_rounded_each_for_its_own_inputs(mixtral: Callable[[int], Pa
         changed = [not np.array_equal(a, b) for a, b in zip(plain, fitted, strict=True)]
         assert of is not None and changed == [of(expert) is not None for expert in range(4)]
         assert any(changed) and not all(changed)
+
+
+def test_parts_of_a_shared_expert_are_rounded_for_its_inputs(tmp_path: Path) -> None:
+    """Its first matrices read all of them, the parts of its last each their channels."""
+    from tools.small_models import save_random, small_config
+
+    save_random(small_config("qwen2_moe", moe_intermediate_size=64, shared_expert_intermediate_size=192), tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    passes = gpu_pipeline(find_precision("int4", find_target("h200").gpu), "bf16")
+    weights = QuantizedGraph(run_passes(import_model(checkpoint).graph, passes), True).weights
+    read = inputs(checkpoint)
+    found = calibrated(checkpoint, weights, read)
+    stacks = [weight for weight in weights if len(weight.expr.shape) == 3]
+    assert [weight.shared for weight in stacks] == [3] * 4 and {found.method(weight) for weight in stacks} == {"gptq"}
+    known = [read.statistics(f"model.layers.0.mlp.shared_expert.{name}_proj.weight") for name in ("gate", "down")]
+    for weight, whole in zip(stacks, known, strict=False):
+        of = found.moments(weight)
+        assert of is not None and whole is not None
+        plain, fitted = weight.values(checkpoint), weight.values(checkpoint, of)
+        for part in range(3):
+            got = of(8 + part)
+            channels = slice(0, 64) if whole.width == 64 else slice(64 * part, 64 * part + 64)
+            assert got is not None and np.array_equal(got[0], whole.blocks[0][channels, channels])
+            assert not np.array_equal(plain[8 + part], fitted[8 + part])

@@ -51,3 +51,21 @@ def test_scaled_is_of_scaled_inputs() -> None:
     got = given.scaled(factor)
     np.testing.assert_allclose(got.amax, given.amax * factor, rtol=1e-6)
     np.testing.assert_allclose(got.mean_square, given.mean_square * factor ** 2, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("begin", "end", "group", "sizes"), [
+    (0, 700, 64, [256, 256, 188]), (256, 512, 64, [256]), (128, 384, 128, [128, 128]), (64, 128, 64, [64]),
+    (512, 700, 64, [188])])
+def test_blocks_between_channels(begin: int, end: int, group: int, sizes: list[int]) -> None:
+    given = statistics(700)
+    found = given.between(begin, end, group)
+    assert [block.shape for block in found] == [(size, size) for size in sizes]
+    np.testing.assert_array_equal(np.concatenate([np.diagonal(block) for block in found]),
+                                  given.mean_square[begin:end])
+
+
+@pytest.mark.parametrize("group", [0, 64])
+def test_a_span_that_ends_within_a_group_leaves_the_diagonal(group: int) -> None:
+    given = statistics(700)
+    squares, = given.between(224, 320, group)
+    np.testing.assert_array_equal(squares, given.mean_square[224:320])

@@ -29,7 +29,8 @@ OTHERS = {
     "parallel": model([Layer(parallel=True), Layer(parallel=True, pre_norm=False)]),
     "no rotation": model([Layer(rope=False), Layer(rope=False, qk_norm=True)]),
     "experts": model([Layer(experts=True), Layer(experts=True, post_norm=True)]),
-    "shared": model([Layer(experts=True, shared=True), Layer(experts=True, shared=True)]),
+    "shared": model([Layer(experts=True, shared=48), Layer(experts=True, shared=144, weighed=True)]),
+    "another width": model([Layer(experts=True, shared=32), Layer(experts=True, shared=32, weighed=True)]),
     "late": model([Layer(late=True), Layer(pre_norm=False, late=True)]),
 }
 STEPS = ((0, 17), (17, 18), (18, 20), (20, 28))
@@ -62,17 +63,18 @@ def test_a_dense_model(interpreter: Interpreter, precision: str, target: str) ->
 
 @pytest.mark.parametrize(("name", "group", "target", "most"), [
     ("dense", 32, "a100", 1e-4), pytest.param("dense", 64, "h200", 0.1, marks=pytest.mark.slow),
-    pytest.param("experts", 32, "a100", 1e-4, marks=pytest.mark.slow)])
+    pytest.param("experts", 32, "a100", 1e-4, marks=pytest.mark.slow),
+    pytest.param("shared", 32, "a100", 1e-4, marks=pytest.mark.slow)])
 def test_groups_with_minimums(interpreter: Interpreter, name: str, group: int, target: str, most: float) -> None:
     """Sums of inputs beside these, made by norms, by attention, behind a gate, and in matrices themselves; where they
     lie in memory they are float16. What that changes is far less than a level of eight bits: it is gone where the next
     matrix rounds its inputs, unless one of them, of a coarse e4m3, goes to another level by it."""
-    graph = OTHERS[name] if name == "experts" else LLAMA
+    graph = OTHERS.get(name, LLAMA)
     chosen = exact(with_groups(find_precision("w4a8", gpu(target)), group, True))
     made = program(graph, target, chosen)
     written = {launch.op for bucket in made.buckets for launch in bucket.launches
                if any(parameter == "y_sum" for parameter, _ in made.kernels[launch.kernel].parameters)}
-    assert {"rms_norm", "attention"} <= written or name == "experts"
+    assert {"rms_norm", "attention"} <= written or graph is not LLAMA
     assert max(errors(graph, made, final(graph, chosen), interpreter)) < most
 
 
@@ -84,8 +86,9 @@ def test_norms_behind_blocks(interpreter: Interpreter, precision: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "precision"), [
-    ("experts", "fp32"), ("experts", "fp8"),
-    *(pytest.param(name, "fp32", marks=pytest.mark.slow) for name in OTHERS if name != "experts"),
+    ("experts", "fp32"), ("experts", "fp8"), ("shared", "fp32"), ("shared", "fp8"),
+    *(pytest.param(name, "fp32", marks=pytest.mark.slow) for name in OTHERS if name not in ("experts", "shared")),
+    pytest.param("shared", "int8", marks=pytest.mark.slow),
     *(pytest.param("experts", precision, marks=pytest.mark.slow) for precision in ("int8", "w4a8"))])
 def test_other_models(interpreter: Interpreter, name: str, precision: str) -> None:
     graph, chosen = OTHERS[name], exact(find_precision(precision, gpu("h200")))

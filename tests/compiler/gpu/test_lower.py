@@ -80,8 +80,8 @@ def test_launches_of_experts_for_many_tokens(precision: str, target: str) -> Non
 
 
 def test_launches_of_experts_beside_shared_ones() -> None:
-    """The shared ones' matrix adds the residual, the sum over choices adds that."""
-    graph = model([Layer(experts=True, shared=True)] * 2)
+    """Of another width: the shared ones' matrix adds the residual, the sum over choices adds that."""
+    graph = model([Layer(experts=True, shared=32)] * 2)
     few = [request.op for request in lowered(graph, 8, "h200", "bf16").requests]
     layer = ["linear", "attention", "linear", "route", "expert_linear", "linear", "linear", "expert_linear"]
     assert few == ["embedding", layer[0], "loop", "loop", *layer[1:], *layer, "loop", "linear", "sample"]

@@ -32,13 +32,15 @@ CASES: list[dict[str, Any]] = [
     {"scores": "sigmoid"}, {"bias": True, "normalise": True, "eps": 0.25}, {"factor": 2.5},
     {"scores": "sigmoid", "bias": True, "groups": 4, "kept_groups": 2, "normalise": True, "eps": 1e-20},
     {"groups": 4, "kept_groups": 3, "group_best": 1}, {"groups": 12, "kept_groups": 5, "factor": 0.5},
-    {"bias": True, "groups": 3, "kept_groups": 1, "group_best": 4}]
+    {"bias": True, "groups": 3, "kept_groups": 1, "group_best": 4},
+    {"shared": 1, "scores": "sigmoid", "bias": True, "normalise": True, "factor": 2.5, "groups": 4, "kept_groups": 2},
+    {"shared": 6, "shared_gate": True}, {"shared": 4, "shared_gate": True, "normalise": True, "factor": 0.5}]
 
 
 def made(p: Routing) -> dict[str, np.ndarray]:
     """Arrays that a route of one row less than it may have writes, with what must stay as it is."""
-    return {"ids": np.full((p.m, p.choices), -7, np.int32), "weights": np.full((p.m, p.choices), np.nan, np.float32),
-            "order": np.full(p.experts * p.m, -7, np.int32), "starts": np.full(p.experts + 1, -7, np.int32),
+    return {"ids": np.full((p.m, p.pairs), -7, np.int32), "weights": np.full((p.m, p.pairs), np.nan, np.float32),
+            "order": np.full(p.all_experts * p.m, -7, np.int32), "starts": np.full(p.all_experts + 1, -7, np.int32),
             "sizes": np.array([p.m - 1, 1, 1], np.int32)}
 
 
@@ -58,7 +60,7 @@ def assert_listed(out: dict[str, np.ndarray], ids: np.ndarray, experts: int) -> 
 def test_routing(interpreter: Interpreter, case: dict[str, Any], experts: int, choices: int, tokens: int) -> None:
     """As the IR's operator, of logits that are there."""
     rng = np.random.default_rng(0)
-    logits = rng.standard_normal((tokens + 1, experts)).astype(np.float32)
+    logits = rng.standard_normal((tokens + 1, experts + case.get("shared_gate", False))).astype(np.float32)
     logits[0, :] = 0  # equals: the smaller number first
     logits[tokens] = np.nan
     bias = rng.standard_normal(experts).astype(np.float32)
@@ -73,7 +75,7 @@ def test_routing(interpreter: Interpreter, case: dict[str, Any], experts: int, c
     ids, weights = OPS["route"].reference(logits[:tokens], bias if p.bias else None, choices=choices, **attrs)
     assert np.array_equal(out["ids"][:tokens], ids) and (out["ids"][tokens] == -7).all()
     assert np.allclose(out["weights"][:tokens], weights, rtol=1e-5) and np.isnan(out["weights"][tokens]).all()
-    assert_listed(out, ids, experts)
+    assert_listed(out, ids, p.all_experts)
     assert not out["arrived"].any(), "ready for the next launch"
 
 
@@ -96,7 +98,10 @@ ROUTERS: list[dict[str, Any]] = [
     {"m": 20, "norm_eps": 1e-5, "y_form": "fp8_sum128"},
     {"m": 20, "norm_eps": 1e-5, "y": True, "y_form": "fp8_block"},
     {"m": 20, "norm_eps": 1e-5, "y_form": "nvfp4", "splits": 2}, {"m": 6, "norm_eps": 1e-5, "x_type": "fp32"},
-    {"m": 20, "norm_eps": 1e-5, "y": True, "k": 192, "experts": 9}]
+    {"m": 20, "norm_eps": 1e-5, "y": True, "k": 192, "experts": 9},
+    {"m": 6, "shared": 2, "shared_gate": True}, {"m": 6, "norm_eps": 1e-5, "x_type": "fp32", "shared": 3},
+    {"m": 6, "norm_eps": 1e-5, "shared": 14, "shared_gate": True, "splits": 4},
+    {"m": 70, "norm_eps": 1e-5, "y": True, "y_form": "fp8", "shared": 1, "shared_gate": True, "splits": 2}]
 
 
 @pytest.mark.parametrize("case", ROUTERS, ids=str)
@@ -111,7 +116,7 @@ def test_routers(interpreter: Interpreter, case: dict[str, Any]) -> None:
     tokens = p.m - 1
     x = store(rng.standard_normal((p.m, p.k)) * rng.uniform(0.5, 2, (p.m, 1)), p.x_type)
     x[tokens:] = store(np.full(1, np.nan), p.x_type)
-    w = store(rng.standard_normal((p.experts, p.k)) / np.sqrt(p.k), p.x_type)
+    w = store(rng.standard_normal((p.experts + p.shared_gate, p.k)) / np.sqrt(p.k), p.x_type)
     norm_weight, w_bias = rng.uniform(0.5, 1.5, p.k).astype(np.float32), rng.standard_normal(p.experts)
     arrays = {"x": x, "w": w, **made(p), **scratch(one), "norm_weight": norm_weight,
               "w_bias": w_bias.astype(np.float32), "y": unwritten((p.m, p.k), p.x_type)}
@@ -131,13 +136,14 @@ def test_routers(interpreter: Interpreter, case: dict[str, Any]) -> None:
     if p.norm_eps is not None:
         rows = rms_norm(rows, norm_weight, eps=p.norm_eps)
     logits = (rows @ load(w, p.x_type).T + (w_bias if p.w_bias else 0)).astype(np.float32)
-    clear = np.sort(logits, axis=1)[:, -p.choices - 1:]
+    clear = np.sort(logits[:, :p.experts], axis=1)[:, -p.choices - 1:]
     sure = np.diff(clear, axis=1).min(axis=1) > (1e-4 if p.x_type == "fp32" else 0.02)
     assert sure.mean() > 0.5
-    ids, weights = OPS["route"].reference(logits, choices=p.choices, normalise=True)
+    ids, weights = OPS["route"].reference(logits, choices=p.choices, normalise=True, shared=p.shared,
+                                          shared_gate=p.shared_gate)
     assert np.array_equal(out["ids"][:tokens][sure], ids[sure])
     assert np.allclose(out["weights"][:tokens][sure], weights[sure], atol=1e-5 if p.x_type == "fp32" else 0.01)
-    assert_listed(out, out["ids"][:tokens], p.experts)
+    assert_listed(out, out["ids"][:tokens], p.all_experts)
     assert not out["arrived"].any()
     if p.y:
         assert_close(load(out["y"][:tokens], p.x_type), rows, p.x_type)
@@ -351,6 +357,7 @@ def test_compiles_natively(arch: str) -> None:
         assert {operand_bits(name) for name in code.matrix} == {8} and code.spill_stores == 0, kernel.symbol
     found = (routing(Routing(8, 128, 8, normalise=True), where),
              routing(Routing(8, 256, 8, "sigmoid", bias=True, normalise=True, groups=8, kept_groups=4), where),
+             routing(Routing(8, 64, 8, shared=8, shared_gate=True), where),
              sorting(Sorting(8, 128, 8), where), summing(Sum(8, 2048, 8, "bf16", "bf16"), where),
              summing(Sum(2048, 2048, 8, "bf16", "bf16", "bf16", norm_eps=1e-6, normed_form=eight), where))
     rest = [one.legal[0].launches[0].kernel for one in found]
@@ -359,7 +366,8 @@ def test_compiles_natively(arch: str) -> None:
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_routers_compile_natively(arch: str) -> None:
-    """Norm, router and choice in one launch: of mixtral, qwen3-moe, gpt-oss and deepseek-v3, in both phases."""
+    """Norm, router and choice in one launch: of mixtral, qwen3-moe, gpt-oss, deepseek-v3 and qwen2-moe, in both
+    phases."""
     where = device(arch)
     deepseek: dict[str, Any] = {"scores": "sigmoid", "bias": True, "normalise": True, "factor": 2.5, "groups": 8,
                                 "kept_groups": 4}
@@ -369,7 +377,8 @@ def test_routers_compile_natively(arch: str) -> None:
         for p in (Routing(m, 8, 2, normalise=True, k=4096, norm_eps=1e-5, y=m > 8),
                   Routing(m, 128, 8, normalise=True, k=2048, norm_eps=1e-6, **many),
                   Routing(m, 32, 4, "softmax_of_chosen", k=2880, w_bias=True, norm_eps=1e-5, **many),
-                  Routing(m, 256, 8, k=7168, norm_eps=1e-6, y=m > 8, **deepseek, **many)):
+                  Routing(m, 256, 8, k=7168, norm_eps=1e-6, y=m > 8, shared=1, **deepseek, **many),
+                  Routing(m, 64, 8, k=3584, norm_eps=1e-6, shared=8, shared_gate=True, **many)):
             legal = routing(p, where).legal
             kernels += [legal[0].launches[0].kernel, legal[-1].launches[0].kernel]
     for kernel, code in compiled(kernels, arch).items():
