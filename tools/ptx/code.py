@@ -64,6 +64,8 @@ class Code:
     stretches: dict[int, Stretch] = field(default_factory=dict)
     param_offsets: dict[str, int] = field(default_factory=dict)
     waits: bool = False
+    proxies: bool = False
+    """Whether units of their own, which copy or multiply, read shared memory: then fences are looked for."""
 
     def __post_init__(self) -> None:
         self.rows = dict(self.program.registers)

@@ -138,7 +138,10 @@ Run = Callable[["Warps"], "bool | None"]
 
 
 class Code(Protocol):
-    """What a program's instructions share while they are compiled."""
+    """What a program's instructions share while they are compiled. proxies: to be set by those that read shared memory
+    otherwise than threads do (SharedAccess.check_fenced)."""
+
+    proxies: bool
 
     def row(self, operand: Operand | None, width: int) -> int:
         """Index of the register of that width that holds the operand: `warps.bits[width][row]` is u8 to u64 [lanes],

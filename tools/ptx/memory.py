@@ -161,6 +161,10 @@ class SharedAccess:
         self._touched = np.zeros(num_blocks, bool)
         self._writers = np.zeros_like(self.bytes) if races else self.bytes
         self._readers = np.zeros_like(self.bytes) if races else self.bytes
+        self._unfenced = np.zeros_like(self.bytes)
+        """What threads have written, and units that copy and multiply may not read before a fence: the mark of a warp,
+        or _SEVERAL behind a barrier, where a fence of any warp will do."""
+        self._has_unfenced = np.zeros(num_blocks, bool)
         self._views: dict[tuple[int, str, int], np.ndarray] = {}
 
     def block(self, number: int) -> np.ndarray:
@@ -206,6 +210,9 @@ class SharedAccess:
 
     def barrier(self, block: int) -> None:
         """All threads of the block have met: what they did before is done."""
+        if self._has_unfenced[block]:
+            unfenced = self._unfenced[block * self.block_bytes :][: self.block_bytes]
+            unfenced[unfenced != 0] = _SEVERAL
         if self.races and self._touched[block]:
             part = slice(block * self.block_bytes, (block + 1) * self.block_bytes)
             self._writers[part] = 0
@@ -230,6 +237,8 @@ class SharedAccess:
 
     def note_write(self, warps: Warps, at: np.ndarray, data: np.ndarray) -> None:
         """data: what is written, u8 [lanes, size]."""
+        if warps.launch.code.proxies:
+            self._note_unfenced(warps, at, data.shape[1])
         if not self.races:
             return
         size = data.shape[1]
@@ -245,6 +254,28 @@ class SharedAccess:
         if suspect.any():
             self._find(warps, index, suspect.any(1), readers, "written", "read")
         writers[index] = mine
+
+    # fences between threads and units of their own
+
+    def _note_unfenced(self, warps: Warps, at: np.ndarray, size: int) -> None:
+        mark = warps.marks["u1"]
+        if warps.mask is not True:
+            at, mark = at[warps.mask], mark[warps.mask]
+        self._unfenced[at[:, None] + np.arange(size)] = mark[:, None]
+        self._has_unfenced[np.unique(warps.shared_base) // self.block_bytes] = True
+
+    def fence(self, block: int, warp: int) -> None:
+        """fence.proxy.async of a warp: what it has written, and what all had before they met, may be read."""
+        unfenced = self._unfenced[block * self.block_bytes :][: self.block_bytes]
+        unfenced[(unfenced == warp + 1) | (unfenced == _SEVERAL)] = 0
+
+    def check_fenced(self, block: int, address: np.ndarray) -> None:
+        """address: of bytes in the block's shared memory. Raises PtxError where a unit may not read them yet."""
+        found = self._unfenced[block * self.block_bytes + address]
+        if found.any():
+            at = int(address[np.unravel_index(np.argmax(found != 0), address.shape)])
+            raise PtxError(f"byte {at} of shared memory was written by threads, and is read by a unit that copies or "
+                           "multiplies, without fence.proxy.async between")
 
     def _marks(self, warps: Warps, at: np.ndarray, size: int) -> tuple[str, int, np.ndarray, np.ndarray]:
         """Element type and number of elements of an access, index of each active lane's, the mark of its warp."""

@@ -2,8 +2,8 @@
 
 A phase ends when as many threads have arrived as the object was made for, and as many bytes have come as were expected.
 What an object holds is not in shared memory but beside it; its eight bytes there are a mark, so that a program that
-writes over them is found out. Also elect.sync, and fences, which the machine does not need: it runs one instruction
-after the other.
+writes over them is found out. Also elect.sync, and fences: that between threads and units of their own is looked for,
+the others the machine does not need, since it runs one instruction after the other.
 Source: PTX ISA, "Parallel synchronization and communication instructions: mbarrier".
 """
 from __future__ import annotations
@@ -162,6 +162,17 @@ def wait(op: Instruction, code: Code) -> Run:
 @instruction("fence")
 def fence(op: Instruction, code: Code) -> Run:
     return lambda warps: None
+
+
+@instruction("fence.proxy.async")
+def fence_proxy(op: Instruction, code: Code) -> Run:
+    """What threads have written to shared memory may now be read by units that copy and multiply."""
+    def run(warps: Warps) -> None:
+        access = warps.launch.shared_access
+        for block, warp, active in zip(warps.blocks, warps.warp_of_block, warps.active.reshape(-1, LANES), strict=True):
+            if active.any():
+                access.fence(block.number, warp)
+    return run
 
 
 @instruction("elect.sync")

@@ -117,7 +117,7 @@ def bulk_tensor(op: Instruction, code: Code) -> Run:
         raise PtxError(f"{op.opcode}: one side must be in shared memory")
     if any(op.has(part) for part in ("multicast::cluster", "im2col", "gather4", "scatter4", "L2::cache_hint")):
         raise PtxError(f"{op.opcode}: only tiles of one block are supported")
-    return _write(op) if op.parts[5] == "global" else _read(op)
+    return _write(op, code) if op.parts[5] == "global" else _read(op)
 
 
 def _read(op: Instruction) -> Run:
@@ -138,9 +138,10 @@ def _read(op: Instruction) -> Run:
     return run
 
 
-def _write(op: Instruction) -> Run:
+def _write(op: Instruction, code: Code) -> Run:
     """[map, {coordinates}], [source]"""
     target, source = op.operands[:2]
+    code.proxies = True
 
     def run(warps: Warps) -> None:
         block, memory = warps.blocks[0], warps.launch.memory
@@ -149,6 +150,7 @@ def _write(op: Instruction) -> Run:
                                                    strict=True):
             def copy(at: int = at, tensor: TensorMap = tensor, coordinates: tuple[int, ...] = coordinates) -> None:
                 write_box(memory, tensor, coordinates, block, at)
+            warps.launch.shared_access.check_fenced(block.number, at + np.arange(tensor.box_bytes))
             block.pending.append(copy)
             _groups(warps, int(lane))[-1].append(copy)
     return run

@@ -18,7 +18,9 @@ from functools import lru_cache
 import numpy as np
 
 from .instruction import PtxError
+from .memory import SharedAccess
 from .tensor_elements import BITS, split_nibbles
+from .warp import Block
 
 _WGMMA_WIDTHS = {0: 16, 1: 128, 2: 64, 3: 32}
 _TCGEN05_WIDTHS = {0: 16, 2: 128, 4: 64, 6: 32}
@@ -82,6 +84,14 @@ def _strides(matrix: SharedMatrix, is_k_major: bool) -> tuple[int, int]:
     if is_k_major or matrix.width > 16:
         return matrix.leading, matrix.stride
     return matrix.stride, matrix.leading
+
+
+def check_fenced(access: SharedAccess, block: Block, matrix: SharedMatrix, rows: int, channels: int, kind: str,
+                 is_k_major: bool) -> None:
+    """Raises PtxError if threads have written what is not fenced yet. Bounds are checked when it is read."""
+    lines, length = (rows, channels) if is_k_major else (channels, rows)
+    address = places(matrix, lines, length * BITS[kind] // 8, is_k_major)
+    access.check_fenced(block.number, np.minimum(address, len(block.shared) - 1))
 
 
 def read_matrix(shared: np.ndarray, matrix: SharedMatrix, rows: int, channels: int, kind: str,

@@ -15,7 +15,7 @@ import numpy as np
 
 from .instruction import Address, Code, Immediate, Instruction, Operand, PtxError, Run, Vector, instruction
 from .tensor_barriers import active_addresses, barrier_at
-from .tensor_descriptors import of_tcgen05, read_matrix
+from .tensor_descriptors import check_fenced, of_tcgen05, read_matrix
 from .tensor_elements import BITS, decode_scale, unpack
 from .tensor_memory import NUM_LANES, TensorMemory, tensor_memory
 from .tensor_mma import Kind, Scales, multiply_add
@@ -154,6 +154,7 @@ def mma(op: Instruction, code: Code) -> Run:
     adds, *more = rest[2:] if num_scales else rest
     if isinstance(adds, Vector) or more:
         raise PtxError(f"{op.opcode}: lanes that are left out and scaled sums are not supported")
+    code.proxies = True
 
     def run(warps: Warps) -> None:
         block = warps.blocks[0]
@@ -164,8 +165,16 @@ def mma(op: Instruction, code: Code) -> Run:
                 _value(warps, b, lane, np.uint64), bool(_value(warps, adds, lane, np.bool_)),
                 _value(warps, a_scales, lane, np.uint32) if num_scales else 0,
                 _value(warps, b_scales, lane, np.uint32) if num_scales else 0)
+            _check_fenced(warps, block, form, operands)
             _pipeline(warps, lane).begin(_product(block, form, operands))
     return run
+
+
+def _check_fenced(warps: Warps, block: Block, form: Form, operands: Operands) -> None:
+    access, kind = warps.launch.shared_access, form.kind
+    check_fenced(access, block, of_tcgen05(operands.b), form.n, kind.k, kind.b, form.b_is_k_major)
+    if not operands.a_is_in_tensor_memory:
+        check_fenced(access, block, of_tcgen05(operands.a), form.m, kind.k, kind.a, form.a_is_k_major)
 
 
 def _product(block: Block, form: Form, operands: Operands) -> Work:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .instruction import Code, Immediate, Instruction, Operand, PtxError, Run, Vector, instruction
-from .tensor_descriptors import of_wgmma, read_matrix
+from .tensor_descriptors import check_fenced, of_wgmma, read_matrix
 from .tensor_elements import BITS, unpack
 from .tensor_fragments import order_of_a, order_of_c
 from .tensor_mma import Kind, multiply_add
@@ -80,12 +80,17 @@ def mma_async(op: Instruction, code: Code) -> Run:
         raise PtxError(f"{op.opcode}: {len(d)} registers of the sum, expected {form.n // 2}")
     adds = _condition(op.operands[3])
     a = rows_of(code, a_operand, op) if isinstance(a_operand, Vector) else None
+    code.proxies = True
 
     def run(warps: Warps) -> None:
         check_whole(warps, op)
         block, warp = warps.blocks[0], warps.warp_of_block[0] % 4
         b_descriptor, keeps = _uniform(warps, b_operand), adds(warps)
         a_descriptor = _uniform(warps, a_operand) if a is None else 0
+        access, kind = warps.launch.shared_access, form.kind
+        check_fenced(access, block, of_wgmma(b_descriptor), form.n, kind.k, kind.b, form.b_is_k_major)
+        if a is None:
+            check_fenced(access, block, of_wgmma(a_descriptor), 4 * _ROWS, kind.k, kind.a, form.a_is_k_major)
 
         def work() -> None:
             left = (shared_rows_of_a(block.shared, form, a_descriptor, warp) if a is None else

@@ -2,17 +2,21 @@
 ones, which hold neither the widest products of wgmma nor the scaled ones of tcgen05, nor warps that only copy."""
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ingot.compiler.gpu.triton_compile import PtxCompiler
+from ingot.compiler.gpu.triton_compile import PtxCompiler, PtxKernel
 from ingot.compiler.targets import architectures
 from ingot.plugins.attention.tactics import Tile as AttentionTile
+from ingot.plugins.gpu.kernel import GpuKernel
 from ingot.plugins.linear.tactics import Problem, Tile
 from tests.plugins.gpu import test_attention, test_linear
+from tools.ptx.instruction import PtxError
 from tools.ptx.machine import Options
 from tools.ptx.runner import PtxRunner
 
@@ -33,6 +37,8 @@ LINEAR = [
     ("sm_100a", "bf16", "bf16", MANY, Tile(128, 256, 64, 1, 8, 4, tma=True), "tcgen05.mma.cta_group::1.kind::f16"),
     ("sm_100a", "fp8", "fp8", MANY, Tile(128, 128, 128, 1, 8, 4, tma=True),
      "tcgen05.mma.cta_group::1.kind::f8f6f4"),
+    ("sm_100a", "int8", "int8", MANY, Tile(128, 128, 128, 1, 8, 4, tma=True, specialize=True), "setmaxnreg"),
+    ("sm_120a", "bf16", "bf16", MANY, Tile(128, 128, 64, 1, 8, 2, tma=True, specialize=True), "setmaxnreg"),
     ("sm_120a", "nvfp4", "nvfp4", FEW, Tile(32, 16, 128, 1, 4, 5),
      "mma.sync.aligned.m16n8k64.row.col.kind::mxf4nvf4"),
     ("sm_120a", "fp8", "fp8", MANY, Tile(128, 64, 128, 1, 4, 3, tma=True), "mma.sync.aligned.m16n8k32"),
@@ -83,6 +89,22 @@ def test_linear_in_tiles_of_engines(arch: str, form: str, activation: str, rows:
         "fp8", "int8"))
     test_linear.check(runner, problem, tile, rows[1])  # type: ignore[arg-type]
     assert any(opcode.startswith(instruction) and count for opcode, count in runner.executed.items())
+
+
+@pytest.mark.parametrize(("arch", "pattern"), [
+    ("sm_90a", r"fence\.proxy\.async[^;]*;"), ("sm_100a", r"fence\.proxy\.async[^;]*;"),
+    ("sm_90a", r"wgmma\.wait_group[^;]*;"), ("sm_100a", r"tcgen05\.commit[^;]*;")])
+def test_what_is_left_out_of_a_kernel_shows(arch: str, pattern: str, compilers: Callable[[str], PtxCompiler],
+                                            device_sums: None) -> None:
+    """All such instructions, of a kernel whose threads copy what wgmma or tcgen05 reads."""
+    def broken(kernel: GpuKernel) -> PtxKernel:
+        compiled = compilers(arch)(kernel)
+        text, count = re.subn(r"(?m)^.*" + pattern, "", compiled.ptx)
+        assert count
+        return replace(compiled, ptx=text)
+    with pytest.raises((PtxError, AssertionError)):
+        test_linear.check(PtxRunner(broken), Problem(200, 144, 256, "bf16", "bf16"),  # type: ignore[arg-type]
+                          Tile(64, 64, 64), 150)
 
 
 @pytest.mark.parametrize(("arch", "kv_type", "tile", "instruction"), marked(ATTENTION))

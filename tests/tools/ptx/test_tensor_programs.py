@@ -200,6 +200,27 @@ def test_a_copy_to_global_memory_is_done_at_its_wait() -> None:
     assert any((rows(without, seed)[32:] != 7).any() for seed in SEEDS)
 
 
+FENCE = "fence.proxy.async.shared::cta;"
+
+
+@pytest.mark.parametrize(("text", "is_right"), [
+    (f"{FENCE} bar.sync 0;", True), (f"bar.sync 0; {FENCE}", True), (f"bar.sync 0; @%p0 {FENCE}", True),
+    ("bar.sync 0;", False), (f"@%p0 {FENCE} bar.sync 0;", False), (f"bar.sync 0; @!%p3 {FENCE}", True)])
+def test_fences_between_threads_and_the_units_that_read_what_they_write(text: str, is_right: bool) -> None:
+    """A fence of each who writes, or of anybody behind a barrier."""
+    text = f"""shl.b32 %r2, %r0, 6; {"".join(f"st.shared.b32 [%r2+{4 * i}], 0;" for i in range(16))} {text}
+        mov.b64 %rd3, {1 << 62 | STRIDES}; {"".join(f"mov.b32 %d{i}, 0;" for i in range(32))}
+        wgmma.fence.sync.aligned;
+        wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {SUMS}, %rd3, %rd3, 1, 1, 1, 0, 0;
+        wgmma.commit_group.sync.aligned;
+        wgmma.wait_group.sync.aligned 0;"""
+    if is_right:
+        assert (run(text, 0) == 0).all()
+    else:
+        with pytest.raises(PtxError, match=r"byte \d+ of shared memory was written by threads"):
+            run(text, 0)
+
+
 @pytest.mark.parametrize(("text", "told"), [
     ("setp.lt.s32 %p1, %r0, 5; @%p1 ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%d0}, [0];",
      "some lanes of a warp are not active"),
