@@ -215,7 +215,9 @@ def _matmul(low: Lowering, node: Node) -> None:
 def _loop(low: Lowering, node: Node) -> None:
     types = [low.type(value) for value in node.values]
     args = [*map(low.arg, node.values), low.output(node.output)]
-    low.launch(node, c_emit.emit(node, types), args, {node.output: len(node.values)}, rows=c_emit.own_rows(node, types))
+    adapters = low.is_of_adapters(node.output)
+    low.launch(node, c_emit.emit(node, types), args, {node.output: len(node.values)},
+               rows="" if adapters else c_emit.own_rows(node, types), adapters=adapters)
 
 
 EMITTERS: dict[str, Callable[[Lowering, Node], None]] = {

@@ -131,7 +131,8 @@ def _loop(low: GpuLowering, node: Node) -> None:
     assert all(low.place(value).stride is None for value in node.values), f"a loop over a column range: {node.origin}"
     found = triton_emit.candidates(node, operands, low.stored[node.output], low.bindings)
     args = {f"in{number}": low.arg(value) for number, value in enumerate(node.values)}
-    low.request(node, found, {**args, "out": low.output(node.output)}, {node.output: "out"})
+    low.request(node, found, {**args, "out": low.output(node.output)}, {node.output: "out"},
+                adapters=low.is_of_adapters(node.output))
 
 
 def emit_sample(low: GpuLowering, vocab: int) -> None:

@@ -1,6 +1,7 @@
 """What adapters add to a merged matrix is added at once."""
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from ..ir.graph import Graph, Node
@@ -27,14 +28,22 @@ def merge_lora(graph: Graph) -> Graph:
         if node.outputs[0] in gone | placed:
             continue
         nodes.append(node)
-        if node.op == "lora_shrink":
+        if node.op in ("lora_shrink", "div"):
             placed.add(node.output)
         elif node.outputs[0] in merged:
             expand, slices = merged[node.output]
             h = expand.values[1]
-            nodes += [*([] if h in placed else [producers[h]]), expand, *slices]
-            placed.add(h)
+            before = [one for one in _shrink(producers[h], producers, consumers) if one.output not in placed]
+            nodes += [*before, expand, *slices]
+            placed.update(one.output for one in before)
     return rebuilt(graph, nodes)
+
+
+def _shrink(shrink: Node, producers: Mapping[str, Node], consumers: Mapping[str, list[Node]]) -> list[Node]:
+    """A shrink, with the division in front of it that smooth_inputs makes, if there is one."""
+    division = producers.get(shrink.values[0])
+    alone = division is not None and division.op == "div" and consumers[division.output] == [shrink]
+    return [division, shrink] if division is not None and alone else [shrink]
 
 
 def _merged(graph: Graph, consumers: dict[str, list[Node]], linear: Node) -> tuple[Node, list[Node]] | None:

@@ -9,6 +9,7 @@ and SmoothQuant (Xiao et al. 2022) are such scales.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ingot.plugins.linear.gpu_schemes import GPU_SCHEMES
 from ingot.plugins.scheme import SCHEMES
@@ -16,6 +17,7 @@ from ingot.plugins.scheme import SCHEMES
 from ..ir.graph import Graph, Node
 from ..weights.carried import carried
 from ..weights.expr import WeightExpr, concat, elementwise, input_scale, reshape
+from .match import rebuilt
 
 SMOOTHED = ("w4a8", "int8_token", *(scheme.name for scheme in GPU_SCHEMES.values() if scheme.weights.bits == 4))
 """Schemes whose weights or inputs share scales between channels. Inputs of fp8 have a range of their own each."""
@@ -26,16 +28,18 @@ _PLAIN = {"tensor", "literal", "cat", "permute", "reshape", "slice", "cast", "ad
 
 
 def smooth_inputs(graph: Graph) -> Graph:
-    """Only matrices of the checkpoint's own that are used once, and whose inputs only matrices read."""
+    """Only matrices of the checkpoint's own that are used once, and whose inputs only matrices read, and the low-rank
+    products of adapters: those get x as it was, by a division that steps without adapters leave out."""
     consumers, producers = graph.consumers(), graph.producers()
     constants = dict(graph.constants)
     done: set[str] = set()
+    restored: dict[str, Node] = {}  # output of a lora_shrink -> what makes its input
     for node in graph.nodes:
         x = node.values[0] if node.op == "linear" else ""
         if not x or node.attrs.get("scheme") not in SMOOTHED or x in done or x in graph.constants or x in graph.outputs:
             continue
         done.add(x)
-        readers = consumers[x]
+        readers = [reader for reader in consumers[x] if reader.op != "lora_shrink"]
         if not all(reader.op == "linear" and _own(graph, consumers, reader.values[1]) and x not in reader.values[1:]
                    for reader in readers):
             continue
@@ -47,7 +51,23 @@ def smooth_inputs(graph: Graph) -> Graph:
         constants |= changed
         for reader in readers:
             constants[reader.values[1]] = elementwise("mul", constants[reader.values[1]], reshape(scale, (1, width)))
-    return graph.rebuilt(graph.nodes, constants=constants)
+        for shrink in (reader for reader in consumers[x] if reader.op == "lora_shrink"):
+            constants[f"{x}.scale"] = _inverse(scale)
+            restored[shrink.output] = Node("div", (x, f"{x}.scale"), (f"{x}.unscaled",), {}, shrink.origin)
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        if (division := restored.get(node.outputs[0])) is not None:
+            nodes.append(division)
+            node = replace(node, inputs=(division.output, *node.inputs[1:]))
+        nodes.append(node)
+    return rebuilt(graph, nodes, constants=constants)
+
+
+def _inverse(scale: WeightExpr) -> WeightExpr:
+    """1 / scale, where that is an input scale, repeated for heads or not."""
+    if scale.op == "input_scale":
+        return input_scale(scale.attr("name"), scale.shape[0], scale.attr("head"), inverse=True)
+    return replace(scale, operands=tuple(map(_inverse, scale.inputs)))
 
 
 Consumers = Mapping[str, list[Node]]

@@ -172,6 +172,11 @@ class BaseLowering:
                                 f"  in {node.origin}")
         return arg
 
+    def is_of_adapters(self, value: str) -> bool:
+        """Whether nothing but low-rank products read a value."""
+        users = self.users(value)
+        return bool(users) and value not in self.graph.outputs and all(user.op == "lora_shrink" for user in users)
+
     def require_same_rows(self, node: Node) -> None:
         """Of scatter: raises CannotCompile unless all operands but a lone element have the same rows."""
         x, index, source = node.values

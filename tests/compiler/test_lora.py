@@ -264,3 +264,15 @@ def test_without_room_nothing_changes(checkpoint: Callable[[str], Path]) -> None
     result = build(request(checkpoint("llama"), None, "fp32", dry_run=True, lora_max_rank=None, lora_max_adapters=None))
     assert "lora" not in result.manifest and "lora_bytes" not in result.manifest["memory"]
     assert not any(name.startswith("lora") for name in result.manifest["recipe"])
+
+
+def test_a_step_without_adapters_has_no_launch_more(checkpoint: Callable[[str], Path]) -> None:
+    """On CPUs, whatever its number of tokens."""
+    counts = []
+    for rank in (None, RANK):
+        manifest = build(request(checkpoint("llama"), None, "fp32", dry_run=True, lora_max_rank=rank,
+                                 lora_max_adapters=None)).manifest
+        kernels = [kernel for kernel in manifest["kernels"] if not kernel["name"].startswith("lora_")]
+        assert len(kernels) < len(manifest["kernels"]) or rank is None
+        counts.append({tokens: sum(kernel["launches"].get(tokens, 0) for kernel in kernels) for tokens in "1248"})
+    assert counts[0] == counts[1]

@@ -2,16 +2,22 @@
 from __future__ import annotations
 
 import zlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from ingot.compiler.ir.graph import Graph
 from ingot.compiler.ir.interpret import run
+from ingot.compiler.ir.ops_lora import ADAPTERS, SLOTS
+from ingot.compiler.passes.add_lora import LoraRequest, add_lora, lora_room
+from ingot.compiler.passes.merge_linears import merge_linears
+from ingot.compiler.passes.merge_lora import merge_lora
 from ingot.compiler.passes.pipeline import gpu_pipeline, run_passes
 from ingot.compiler.passes.smooth_inputs import smooth_inputs
 from ingot.compiler.precision import GPU_PRECISIONS
 from ingot.compiler.weights.expr import WeightExpr, input_scales
+from tests.compiler.adapters import RandomAdapter
 from tests.compiler.graphs import Builder, Weights, compare, random_inputs
 from tests.compiler.models import Layer, model, random_model
 
@@ -71,6 +77,36 @@ def test_what_something_else_reads_is_left_alone() -> None:
     y, w = b.op("rms_norm", x, b.weight("norm", 128), eps=1e-6), b.weight("w", 128, 128)
     graph = b.made(b.op("linear", b.op("linear", y, w, scheme="int4"), w, scheme="int4"))
     assert not scales(smooth_inputs(graph))
+
+
+def with_room(graph: Graph) -> Graph:
+    """Room for adapters on every linear layer, each named after its weight."""
+    named = [replace(node, origin=f"{node.values[1].removesuffix('.weight')} (test)") if node.op == "linear" else node
+             for node in graph.nodes]
+    return add_lora(graph.rebuilt(named), LoraRequest(4, 1))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_adapters_get_inputs_as_they_were(seed: int) -> None:
+    """Whatever is chosen, and wherever the scales went."""
+    before = with_room(before_scales(random_model(seed)))
+    after = smooth_inputs(before)
+    room = lora_room(before)
+    assert room is not None
+    inputs = random_inputs(before, 5)
+    inputs[ADAPTERS] = np.array([0, 0, -1, 0, -1], np.int32)
+    inputs[SLOTS] = RandomAdapter(room, seed, 4, scale=1.0).image()[None]
+    source = RandomScales(after)
+    wanted = run(unquantized(before), inputs, source)
+    compare(run(unquantized(after), inputs, source), wanted, 1e-4, f"seed {seed}")
+    merged = merge_lora(merge_linears(after))
+    compare(run(unquantized(merged), inputs, source), wanted, 1e-4, f"seed {seed}, merged")
+
+
+def test_which_inputs_of_a_layer_with_room_get_scales() -> None:
+    """Those that norms make: what v and up give is changed by adapters behind the matrix."""
+    found = scales(smooth_inputs(with_room(before_scales(model([Layer()])))))
+    assert {part.attr("name").split(".")[2] for part in found} == {"q", "gate"}
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "bf16", "fp32"])
