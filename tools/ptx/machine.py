@@ -54,7 +54,8 @@ class Launch:
         self.shared_bytes = max(shared_bytes, code.program.shared_bytes)
         self.random = np.random.default_rng(options.seed)
         self.num_warps = -(-num_threads // LANES)
-        self.races = not code.waits and not any(_is_partial(op, num_threads) for op in code.program.instructions)
+        self.races = not any(_is_partial(op, num_threads) or _lets_others_go_on(op)
+                             for op in code.program.instructions)
         self.alone = options.lockstep == "warp" or code.waits
         self.shared_access = SharedAccess(0, 0, False)
         self.global_races: GlobalRaces | None = None
@@ -139,6 +140,12 @@ def _is_partial(op: Instruction, num_threads: int) -> bool:
     if op.opcode.partition(".")[0] not in ("bar", "barrier") or op.opcode.startswith("bar.warp"):
         return False
     return op.has("arrive") or (len(op.operands) > 1 and getattr(op.operands[1], "value", None) != num_threads)
+
+
+def _lets_others_go_on(op: Instruction) -> bool:
+    """Whether threads arrive for others that wait, otherwise than at a barrier of all; one that says how many bytes a
+    copy will bring, or a product's end, arrives for the units that copy and multiply."""
+    return op.opcode.startswith("mbarrier.arrive") and not op.has("expect_tx")
 
 
 @dataclass

@@ -177,6 +177,15 @@ def test_a_barrier_of_all_warps_and_its_phases() -> None:
     assert any(fails(text.replace(wait(BARRIER, 1), ""), seed) for seed in SEEDS)
 
 
+def test_races_show_beside_copies() -> None:
+    """Barriers that copies arrive at order no threads; one that threads arrive at may, and races are not looked for."""
+    text = FETCH + """st.shared.b32 [memory+64], %r0; ld.shared.b32 %d0, [memory+64];""" + "".join(
+        f"mov.b32 %d{i}, 0;" for i in range(1, 32))
+    with pytest.raises(PtxError, match="race: byte 6[4-7] of shared memory"):
+        run(text, 0)
+    run(text + f"@%p0 mbarrier.arrive.shared::cta.b64 _, [{SECOND}];", 0)
+
+
 def test_a_copy_to_global_memory_is_done_at_its_wait() -> None:
     """The result's tensor map is that of A: what is written there is read back behind the wait."""
     text = f"""@%p0 mbarrier.init.shared::cta.b64 [{BARRIER}], 1; shl.b32 %r2, %r0, 6;
