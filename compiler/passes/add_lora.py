@@ -140,11 +140,12 @@ def _chosen(graph: Graph, request: LoraRequest) -> dict[str, str]:
 
 
 def _module(graph: Graph, node: Node) -> str | None:
-    """The module of the model that a node is, if adapters may change it: a row for each token, a weight of its own."""
+    """The module of the model that a node is, if adapters may change it: a row for each token, a weight of its own. Not
+    one of a single output: a shared expert's gate, which launches compute with the router."""
     name = node.origin.partition(" (")[0]
     own = name and node.values[1].startswith(f"{name}.") and "scheme" in node.attrs
-    rows = product(graph.types[node.output].shape[:-1])
-    return name if own and rows == "T" and node.output not in graph.outputs else None
+    *rows, width = graph.types[node.output].shape
+    return name if own and product(tuple(rows)) == "T" and width != 1 and node.output not in graph.outputs else None
 
 
 def _is_called(name: str, wanted: str) -> bool:
