@@ -20,17 +20,16 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ..errors import IngotError
-from ..sampling_inputs import Score
 from ..speculation import Speculator
 from .answer import Answer, Running, Sink
 from .recorder import Recorder, cache_use
 from .request import FinishReason, RequestFailed, RequestOutput, TokenLogprobs
+from .rows import logprobs_of, rows_of, run_logprobs
 
 if TYPE_CHECKING:
     from ..kv import KvCache
     from ..program import Program
     from ..sampling_inputs import StepOutputs
-    from ..sampling_state import SamplingAhead, SequenceSampling
     from ..scheduler import Scheduler, StepPlan
     from ..step import StepInputs
     from .request_log import RequestLog
@@ -153,7 +152,7 @@ class StepLoop:
             if answer.draft:
                 self._take_run(answer, tokens[end - num_logits : end], end - num_logits, outputs)
                 continue
-            logprobs = _logprobs(answer, end - num_logits, end, outputs) if answer.wants_logprobs else None
+            logprobs = logprobs_of(answer, end - num_logits, end, outputs) if answer.wants_logprobs else None
             if answer.num_pending:  # a piece of a prompt whose tokens are scored
                 continue
             token = tokens[end - 1]
@@ -190,7 +189,7 @@ class StepLoop:
             if ends or token != drafted:
                 break
         if taken:
-            logprobs = _run_logprobs(answer, row, len(taken), outputs) if answer.wants_logprobs else None
+            logprobs = run_logprobs(answer, row, len(taken), outputs) if answer.wants_logprobs else None
             self._tokens.append((answer, taken, logprobs, ends))
         self._recorder.draft_tokens += len(draft)
         self._recorder.accepted_draft_tokens += max(len(taken) - 1, 0)
@@ -233,7 +232,7 @@ class StepLoop:
             if not plan.entries:
                 return False
             self._fill(plan, inputs)
-        inputs.sampling.fill(_rows(plan))
+        inputs.sampling.fill(rows_of(plan))
         if inputs.sampling.mask_wait_s:
             self._recorder.guided_mask_wait.observe(inputs.sampling.mask_wait_s)
         copies = self._kv.take_copies()
@@ -382,39 +381,3 @@ def _usable(answer: Answer, draft: list[int]) -> int:
     if ends:
         count = next((place for place, token in enumerate(draft) if token in ends), count)
     return count if guide is None else guide.allowed(draft[:count])
-
-
-def _rows(plan: StepPlan[Answer]) -> list[SequenceSampling | SamplingAhead | Score | None]:
-    """What is to be done with each row of logits."""
-    rows: list[SequenceSampling | SamplingAhead | Score | None] = []
-    for answer, count, num_logits in plan.entries:
-        if answer.draft:
-            rows.append(answer.sampling)
-            rows += answer.sampling.ahead(answer.draft)
-        elif num_logits == 1 and not answer.prompt_logits:
-            rows.append(answer.sampling)
-        elif num_logits:
-            end = answer.num_computed + count
-            rows += answer.rows(end - num_logits, end)
-    return rows
-
-
-def _run_logprobs(answer: Answer, row: int, count: int, outputs: StepOutputs) -> list[TokenLogprobs] | None:
-    """Of the tokens that a step with a draft has given: from `row` on."""
-    wanted = answer.running.request.params.logprobs
-    return None if wanted is None else [_row(outputs, place, wanted) for place in range(row, row + count)]
-
-
-def _logprobs(answer: Answer, begin: int, end: int, outputs: StepOutputs) -> list[TokenLogprobs] | None:
-    """Of rows begin to end: those of the prompt's tokens are kept, that of the answer's is returned."""
-    params = answer.running.request.params
-    if not answer.num_pending:
-        end -= 1
-    if answer.prompt_logprobs is not None and params.prompt_logprobs is not None:
-        answer.prompt_logprobs += [_row(outputs, row, params.prompt_logprobs) for row in range(begin, end)]
-    return None if answer.num_pending or params.logprobs is None else [_row(outputs, end, params.logprobs)]
-
-
-def _row(outputs: StepOutputs, row: int, count: int) -> TokenLogprobs:
-    return TokenLogprobs(int(outputs.tokens[row]), float(outputs.logprobs[row]), int(outputs.ranks[row]),
-                         outputs.top_ids[row, :count].tolist(), outputs.top_logprobs[row, :count].tolist())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import deque
-from statistics import median
 
 _NUM_KEPT = 9
 # Of fewer measurements the least counts: one step that was held up must not rule a token count out.
@@ -55,8 +54,9 @@ class StepTimes:
     def _typical(self, bucket: int) -> float:
         found = self._typicals.get(bucket)
         if found is None:
-            times = self._times[bucket]
-            found = self._typicals[bucket] = median(times) if len(times) >= _MIN_FOR_MEDIAN else min(times)
+            times = sorted(self._times[bucket])
+            place = len(times) // 2 if len(times) >= _MIN_FOR_MEDIAN else 0
+            found = self._typicals[bucket] = times[place]
         return found
 
 

@@ -1,13 +1,14 @@
 """What drafts are worth on this machine: tokens a second with and without, in turns, and what a step takes by tokens.
 
     python -m tools.bench.speculation ENGINE [--drafts 0 2 4 8] [--tokens 160] [--rounds 3] [--only repeats|free|steps]
-                                             [--num-workers N] [--processor-time] [--context 256]
+                                             [--at-once] [--num-workers N] [--processor-time] [--context 256]
 
 One request at a time. `repeats`: answers that hold much of their prompt (a text given back, a code edit, quotes);
 `free`: answers that don't, greedy, and sampled at a temperature of 0.8. All engines are loaded at once; every prompt is
 answered by one after the other, round by round, and compared with the first of --drafts in the same round: what else
 the machine does meanwhile touches all alike. Prompts come from the prefix cache after the first round: the rate is that
-of generation, from the first token to the last. Engines need a chat template.
+of generation, from the first token to the last. --at-once: the prompts of a kind run together, and the rate is that of
+all of them, from the beginning to the last token. Engines need a chat template.
 --processor-time: seconds are those that the process computes, on all its cores together; for machines that others use
 too, with --num-workers 1, as workers that wait for each other compute nothing.
 """
@@ -84,6 +85,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=160, help="of an answer, at most")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", choices=[*PROMPTS, "steps"])
+    parser.add_argument("--at-once", action="store_true")
     parser.add_argument("--num-workers", type=int)
     parser.add_argument("--processor-time", action="store_true")
     parser.add_argument("--context", type=int, default=256, help="tokens before the step whose time is taken")
@@ -99,17 +101,19 @@ def main() -> None:
             if options.only in (None, kind):
                 for name, sampling in SAMPLINGS[kind].items():
                     params = SamplingParams(max_tokens=options.tokens, ignore_eos=True, **sampling)
-                    print_runs(f"{kind}, {name}", answer_all(engines, prompts, params, options.rounds, clock))
+                    groups = [prompts] if options.at_once else [[prompt] for prompt in prompts]
+                    print_runs(f"{kind}, {name}", answer_all(engines, groups, params, options.rounds, clock))
 
 
-def answer_all(engines: dict[int, Engine], prompts: list[str], params: SamplingParams, rounds: int,
+def answer_all(engines: dict[int, Engine], groups: list[list[str]], params: SamplingParams, rounds: int,
                clock: Clock) -> dict[int, Runs]:
+    """groups: of prompts that run together."""
     found = {drafts: Runs() for drafts in engines}
     for number in range(rounds + 1):  # the first finds the step times, and fills the prefix caches
-        for prompt in prompts:
+        for prompts in groups:
             first = 0.0
             for drafts, engine in engines.items():
-                rate = answer(engine, prompt, params, found[drafts] if number else Runs(), clock)
+                rate = answer(engine, prompts, params, found[drafts] if number else Runs(), clock)
                 first = first or rate
                 if number:
                     found[drafts].rates.append(rate)
@@ -117,16 +121,23 @@ def answer_all(engines: dict[int, Engine], prompts: list[str], params: SamplingP
     return found
 
 
-def answer(engine: Engine, prompt: str, params: SamplingParams, runs: Runs, clock: Clock) -> float:
-    """Tokens a second behind the first token of an answer; its counts go to `runs`."""
+def answer(engine: Engine, prompts: list[str], params: SamplingParams, runs: Runs, clock: Clock) -> float:
+    """Tokens a second: of one answer behind its first token, of several all together. Its counts go to `runs`."""
     recorder = engine._loop._recorder
     before = recorder.steps, recorder.draft_tokens, recorder.accepted_draft_tokens
-    times = [clock() for _ in engine.stream([{"role": "user", "content": prompt}], params)]
-    runs.num_tokens += len(times)
+    chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    if len(chats) > 1:
+        begin = clock()
+        num_tokens = sum(len(answer.token_ids) for answer in engine.generate(chats, params))
+        rate = num_tokens / (clock() - begin)
+    else:
+        times = [clock() for _ in engine.stream(chats[0], params)]
+        num_tokens, rate = len(times), (len(times) - 1) / (times[-1] - times[0])
+    runs.num_tokens += num_tokens
     runs.num_steps += recorder.steps - before[0]
     runs.drafted += recorder.draft_tokens - before[1]
     runs.accepted += recorder.accepted_draft_tokens - before[2]
-    return (len(times) - 1) / (times[-1] - times[0])
+    return rate
 
 
 def print_runs(title: str, found: dict[int, Runs]) -> None:
