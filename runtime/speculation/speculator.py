@@ -1,8 +1,9 @@
-"""Which sequences of a step get a draft, and how long: whatever gives most tokens a second by what was measured."""
+"""Which sequences of a step get a draft, and how long: whatever makes all of them fastest by what was measured."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import log
 from typing import Generic
 
 from ..scheduler.sequence import S
@@ -11,8 +12,9 @@ from .drafter import Drafter
 from .ngram import NgramDrafter
 from .step_times import StepTimes, estimate
 
-# A gain below this is within what measurements err by.
-_LEAST_GAIN = 1.05
+# What a draft must make of its sequence's tokens a second at least, after all that others lose: less is within what
+# measurements err by.
+_LEAST_GAIN = log(1.05)
 # After so many steps in a row without a draft that was worth its time, many sequences are looked at less often.
 _MAX_DECLINED = 8
 _SEQUENCES_PER_SKIP = 8
@@ -84,32 +86,38 @@ class Speculator(Generic[S]):
         return draft and draft[: self._usable(sequence, draft)]
 
     def _worth(self, drafts: dict[S, list[int]], num_sequences: int, room: int) -> dict[S, int]:
-        """How many tokens of each draft make the most tokens a second, all together; without those that get none."""
+        """How many tokens of each draft make the product of all sequences' tokens a second largest; without those that
+        get none. The product, not the sum, for each draft makes the step longer for those that have none.
+        """
         points = self.times.known()
         seconds = estimate(points, num_sequences)
         if seconds is None:  # the step without drafts is measured first
             return {}
-        chances = []
-        for sequence, draft in drafts.items():
-            state = self._states[sequence]
-            chance = product = state.rates.chance(state.drafter.certainty)
-            for _ in draft:
-                chances.append((product, sequence))
-                product *= chance
-        chances.sort(key=lambda entry: -entry[0])  # stable: a draft's tokens stay in their order
-        best, best_rate = 0, _LEAST_GAIN * num_sequences / seconds
-        expected = float(num_sequences)
-        for count, (chance, _) in enumerate(chances[:room], 1):
-            expected += chance
+        gains = [entry for sequence, draft in drafts.items() for entry in self._gains(sequence, len(draft))]
+        gains.sort(key=lambda entry: -entry[0])  # stable: a draft's tokens stay in their order
+        best, best_gain, gain = 0, 0.0, 0.0
+        for count, (more, _) in enumerate(gains[:room], 1):
+            gain += more
             taken = estimate(points, num_sequences + count)
             if taken is None:  # nothing like it was tried yet: half as many come first
                 break
-            if expected / taken > best_rate:
-                best, best_rate = count, expected / taken
+            if gain - num_sequences * log(taken / seconds) > best_gain:
+                best, best_gain = count, gain - num_sequences * log(taken / seconds)
         counts: dict[S, int] = {}
-        for _, sequence in chances[:best]:
+        for _, sequence in gains[:best]:
             counts[sequence] = counts.get(sequence, 0) + 1
-        return counts
+        return counts if best_gain > len(counts) * _LEAST_GAIN else {}
+
+    def _gains(self, sequence: S, length: int) -> list[tuple[float, S]]:
+        """By how much the logarithm of its tokens a step grows with each token of a draft."""
+        state = self._states[sequence]
+        chance = product = state.rates.chance(state.drafter.certainty)
+        expected, gains = 1.0, []
+        for _ in range(length):
+            gains.append((log(1 + product / expected), sequence))
+            expected += product
+            product *= chance
+        return gains
 
     def _watch(self, drafts: dict[S, list[int]], counts: dict[S, int]) -> dict[S, list[int]]:
         """The drafts as long as they count. All are compared with what comes, whether verified or not."""

@@ -61,7 +61,7 @@ def test_many_requests_in_a_small_cache(policy: SchedulerPolicy, windows: tuple[
     rng, sink = random.Random(1), Sink()
     prompts = [[*range(rng.randrange(0, 20)), 100 + number] for number in range(60)]
     lengths = [rng.randrange(1, 40) for _ in prompts]
-    program = NullProgram(WIDE, VOCAB_SIZE, 40 * len(windows), windows, block_size=BLOCK_SIZE, simulate_kv=True)
+    program = NullProgram(WIDE, VOCAB_SIZE, 24 * len(windows), windows, block_size=BLOCK_SIZE, simulate_kv=True)
     with null_executor(program, limits=WIDE, policy=policy, speculative_tokens=5) as executor:
         for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
             executor.submit(request(str(number), prompt, length), sink)
@@ -78,7 +78,8 @@ def test_many_requests_in_a_small_cache(policy: SchedulerPolicy, windows: tuple[
             assert answer.finish_reason == "cancelled" and answer.token_ids == expected[: len(answer.token_ids)]
     assert 100 < recorder.accepted_draft_tokens < recorder.draft_tokens
     assert recorder.generated_tokens == sum(len(answer.token_ids) for answer in answers)
-    assert (paused > 0) == (policy is SchedulerPolicy.MAX_UTILIZATION)
+    if None in windows:  # a window alone never needs more blocks than at the beginning
+        assert (paused > 0) == (policy is SchedulerPolicy.MAX_UTILIZATION)
 
 
 @pytest.mark.usefixtures("oracle")

@@ -94,6 +94,22 @@ def test_the_likelier_drafts_come_first() -> None:
     assert first > second
 
 
+def test_those_without_a_draft_are_not_slowed_down_for_one() -> None:
+    """The sum of all tokens a second would grow by a tenth; three sequences would lose four tenths of theirs."""
+    found, good = speculator({4: 1.0, 8: 1.3}), repeating()
+    follow(found, good, 60)
+    others = [sequence(list(range(begin, begin + 9))) for begin in (100, 200, 300)]
+    first, *rest = lengths(found, [good, *others], limit=4)
+    assert first > 0 and rest == [0, 0, 0]
+    found = speculator({4: 1.0, 8: 1.75})
+    follow(found, good, 60)
+    assert lengths(found, [good, *others], limit=4) == [0, 0, 0, 0]
+    more = [repeating(begin) for begin in (50, 60, 70)]
+    for each in more:
+        follow(found, each, 60)
+    assert lengths(found, [good, *more], limit=4) == [1, 1, 1, 1]
+
+
 def test_all_share_the_room() -> None:
     found = speculator({3: 1.0, 64: 1.0})
     assert sum(lengths(found, [repeating(), repeating(20), repeating(40)], room=7)) == 7
