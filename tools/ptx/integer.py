@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from .floating import widen
 from .instruction import Code, Instruction, Pair, PtxError, Run, Vector, instruction
 from .rows import INTEGERS, apply, compute, constant, last_type, register_width, width_of
 from .warp import Warps
@@ -290,9 +291,11 @@ def _ordered(name: str) -> Callable[..., Any]:
 def compare(op: Instruction, code: Code) -> Run:
     """p[|q] = a < b [and c]; q is the same of the opposite."""
     parts = op.parts
-    kind = last_type(op) if parts[-1] != "bf16" else "bf16"
+    if parts[-1] in ("f16x2", "bf16x2", "bf16"):
+        return _compare_narrow(op, code)
+    kind = last_type(op)
     joined = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}.get(parts[2])
-    if kind == "bf16" or (len(parts) > 3 and joined is None and "ftz" not in parts):
+    if len(parts) > 3 and joined is None and "ftz" not in parts:
         raise PtxError(f"unknown instruction {op.opcode}")
     test = _ordered(parts[1]) if kind[0] == "f" else _COMPARE[parts[1]]
     both = op.operands[0]
@@ -316,6 +319,23 @@ def compare(op: Instruction, code: Code) -> Run:
         np.copyto(predicates[p], found, where=warps.mask)
         if q is not None:
             np.copyto(predicates[q], opposite, where=warps.mask)
+    return run
+
+
+def _compare_narrow(op: Instruction, code: Code) -> Run:
+    """setp.lt.f16x2 p|q, a, b: p of the lower halves, q of the upper ones; setp.lt.bf16 p, a, b."""
+    name, kind, both = op.parts[1], op.parts[-1], op.operands[0]
+    if len(op.parts) != 3 or isinstance(both, Pair) != kind.endswith("x2"):
+        raise PtxError(f"unknown instruction {op.opcode}")
+    test, width = _ordered(name), 32 if kind.endswith("x2") else 16
+    targets = [code.target(item, 1) for item in ((both.first, both.second) if isinstance(both, Pair) else (both,))]
+    a, b = (code.row(operand, width) for operand in op.operands[1:])
+
+    def run(warps: Warps) -> None:
+        rows = warps.bits[width]
+        found = test(widen(rows[a], kind), widen(rows[b], kind))
+        for i, target in enumerate(targets):
+            np.copyto(warps.bits[1][target], found[i :: len(targets)], where=warps.mask)
     return run
 
 

@@ -137,6 +137,15 @@ def test_numbers_that_are_none() -> None:
         assert found[:4].tolist() == wanted, test
 
 
+def test_comparisons_of_halves() -> None:
+    halves = np.array([[1, 2], [np.nan, 1], [3, np.nan], [-0.0, 0]] * 8, np.float16)
+    other = np.array([[2, 1], [1, 1], [3, 3], [0, 0]] * 8, np.float16)
+    a, b = (np.ascontiguousarray(x).view(np.uint32)[:, 0] for x in (halves, other))
+    for test, wanted in {"lt": [1, 0, 0, 0], "nan": [0, 1, 2, 0], "eq": [0, 2, 1, 3], "geu": [2, 3, 3, 3]}.items():
+        found = lanes(f"setp.{test}.f16x2 %p0|%p1, %a, %b; selp.b32 %d, 1, 0, %p0; @%p1 add.s32 %d, %d, 2;", a, b)
+        assert found[:4].tolist() == wanted, test
+
+
 @pytest.mark.parametrize("text, exact, bound", [
     ("ex2.approx.f32 %d, %a;", np.exp2, 2.0**-22.5), ("rsqrt.approx.f32 %d, %b;", lambda x: 1 / np.sqrt(x), 2.0**-22.9),
     ("div.full.f32 %d, 0f40400000, %b;", lambda x: 3 / x, 2.0**-22), ("sqrt.approx.f32 %d, %b;", np.sqrt, 2.0**-23)])
