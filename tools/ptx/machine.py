@@ -51,6 +51,8 @@ class Launch:
                  num_threads: int, shared_bytes: int, options: Options) -> None:
         self.code, self.memory, self.params, self.grid, self.options = code, memory, params, grid, options
         self.num_threads = num_threads
+        if code.program.num_threads not in (0, num_threads):
+            raise PtxError(f"blocks of {num_threads} threads are launched; the code is for {code.program.num_threads}")
         self.shared_bytes = max(shared_bytes, code.program.shared_bytes)
         self.random = np.random.default_rng(options.seed)
         self.num_warps = -(-num_threads // LANES)

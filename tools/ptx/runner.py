@@ -3,7 +3,7 @@
 The tests of the kernels run on it unchanged."""
 from __future__ import annotations
 
-import struct
+import ctypes
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -14,16 +14,15 @@ import numpy as np
 from ingot.compiler.gpu.interpret import Binding, Call
 from ingot.compiler.gpu.triton_compile import PtxKernel
 from ingot.plugins.gpu.kernel import GpuKernel, GpuLaunch, TensorMap
-from ingot.runtime.devices.gpu_kernels import TensorMapType
-from ingot.runtime.devices.gpu_plan import BoundTensorMap
+from ingot.runtime.devices.cuda_kernels import Parameters, parameter_sizes
+from ingot.runtime.devices.gpu_kernels import Kernel, Parameter, TensorMapType
+from ingot.runtime.devices.gpu_plan import Argument, BoundLaunch, BoundTensorMap
 
 from .code import Code
 from .instruction import PtxError
 from .machine import Launch, Options
 from .memory import GlobalMemory
-from .parser import parse
-
-_FLOATS = {"fp32": "<f", "fp64": "<d", "fp16": "<e"}
+from .parser import Program, parse
 
 
 class PtxRunner:
@@ -58,7 +57,7 @@ class PtxRunner:
                 memory: GlobalMemory) -> None:
         if compiled.scratch_bytes:
             raise PtxError(f"{launch.kernel.symbol} wants {compiled.scratch_bytes} bytes of scratch memory")
-        values = _values(launch.kernel, bindings, compiled, memory)
+        values = _values(launch, bindings, compiled, code.program, memory)
         params = dict(zip((param.name for param in code.program.params), values, strict=True))
         params |= {name: memory.addresses[_table(launch.kernel, name)] for name in code.program.data}
         try:
@@ -89,28 +88,40 @@ def _table(kernel: GpuKernel, name: str) -> str:
     return f"{name} of {kernel.symbol}"
 
 
-def _values(kernel: GpuKernel, bindings: Mapping[str, Binding], compiled: PtxKernel,
+def _values(launch: GpuLaunch, bindings: Mapping[str, Binding], compiled: PtxKernel, program: Program,
             memory: GlobalMemory) -> list[Any]:
-    """What is passed: bits of each parameter; of a tensor map what it is, its extents and its strides; two null
-    pointers for scratch memory."""
-    found: list[Any] = []
+    """What is passed, packed as the runtime does it for the driver: bits of each parameter; of a tensor map what it is.
+    Raises PtxError if the code has others."""
     maps = iter(compiled.tensor_maps)
-    for name, kind in kernel.parameters:
+    parameters: list[tuple[str, Parameter]] = []
+    arguments: list[Argument] = []
+    for name, kind in launch.kernel.parameters:
         to = bindings.get(name, name)
-        if isinstance(to, str):
-            value: Any = memory.addresses[to]
-        else:
-            value = memory.addresses[to[0]] + to[1] if isinstance(to, tuple) else to
+        value = (memory.addresses[to] if isinstance(to, str) else
+                 memory.addresses[to[0]] + to[1] if isinstance(to, tuple) else to)
         if isinstance(kind, TensorMap):
-            found += [_tensor_map(kind, int(value), next(maps)), kind.shape[0], kind.shape[1], kind.stride, 1]
-        elif kind in _FLOATS:
-            found.append(int.from_bytes(struct.pack(_FLOATS[kind], value), "little"))
+            told = _tensor_map_type(kind, next(maps))
+            parameters.append((name, told))
+            arguments.append(BoundTensorMap(int(value), told, kind.shape, kind.stride))
         else:
-            found.append(int(value) & ((1 << 64) - 1))
-    return [*found, 0, 0]
+            parameters.append((name, kind))
+            arguments.append(value)
+    kernel = Kernel(launch.kernel.symbol, "", program.name, program.num_threads, compiled.shared_bytes, 1,
+                    tuple(parameters), launch.kernel.module, launch.kernel.function, launch.kernel.constants,
+                    launch.kernel.num_warps, launch.kernel.num_stages, "")
+    sizes, wanted = parameter_sizes(kernel), [param.size for param in program.params]
+    if sizes != wanted:
+        raise PtxError(f"{kernel.symbol}: parameters of {sizes} bytes are passed, the code has {wanted}")
+    encoded: dict[int, BoundTensorMap] = {}
+
+    def encode(address: int, argument: BoundTensorMap, where: str) -> None:
+        encoded[address] = argument
+    packed = Parameters(BoundLaunch(kernel, launch.grid, tuple(arguments), "", "", {}), encode)
+    places = (ctypes.c_uint64 * len(sizes)).from_address(packed.address)
+    return [encoded[place] if place in encoded else int.from_bytes(ctypes.string_at(place, size), "little")
+            for place, size in zip(places, sizes, strict=True)]
 
 
-def _tensor_map(kind: TensorMap, address: int, told: Mapping[str, Any]) -> BoundTensorMap:
-    type_ = TensorMapType(kind.dtype, kind.block, tuple(told["block_size"]), told["swizzle"], told["elem_size"],
-                          told["elem_type"], told["fp4_padded"])
-    return BoundTensorMap(address, type_, kind.shape, kind.stride)
+def _tensor_map_type(kind: TensorMap, told: Mapping[str, Any]) -> TensorMapType:
+    return TensorMapType(kind.dtype, kind.block, tuple(told["block_size"]), told["swizzle"], told["elem_size"],
+                         told["elem_type"], told["fp4_padded"])
