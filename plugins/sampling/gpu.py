@@ -66,7 +66,8 @@ def _key(x):
 def _modify(x, y, masks, bias_ids, bias_values, history_ids, history_counts, row, mask_row, num_biases, num_history,
             repetition, presence, frequency, V: tl.constexpr, BLOCK: tl.constexpr, BIASES: tl.constexpr,
             HISTORY: tl.constexpr, MASKS: tl.constexpr):
-    """y [V] = x [V] after mask, biases and penalties, the last ones in float64. Ids of a list are distinct."""
+    """y [V] = x [V] after mask, biases and penalties, the last ones in float64. Ids of a list are distinct. Several
+    threads may read an element of y that one of them stores: none may be so late that it reads what was stored."""
     at = tl.arange(0, BLOCK)
     for first in range(0, V, BLOCK):
         token = first + at
@@ -82,6 +83,7 @@ def _modify(x, y, masks, bias_ids, bias_values, history_ids, history_counts, row
         there = (token >= 0) & (token < V)
         v = tl.load(y + token, mask=there, other=0.0)
         v += tl.load(bias_values + row * BIASES + i, mask=there, other=0.0)
+        tl.debug_barrier()
         tl.store(y + token, v, mask=there)
     tl.debug_barrier()
     for first in range(0, num_history, BLOCK):
@@ -93,6 +95,7 @@ def _modify(x, y, masks, bias_ids, bias_values, history_ids, history_counts, row
         v = tl.where(v > 0, v / repetition, v * repetition)
         v = v - frequency * count.to(tl.float64)
         v = tl.where(count > 0, v - presence, v)
+        tl.debug_barrier()
         tl.store(y + token, tl.where(v > _FLT_MAX, _FLT_MAX, v).to(tl.float32), mask=there)
     tl.debug_barrier()
 
