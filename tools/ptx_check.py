@@ -2,6 +2,7 @@
 
     python -m tools.ptx_check                              sm_80, sm_89, sm_90a, sm_100a, sm_120a; all cases
     python -m tools.ptx_check --arch sm_80 --filter linear.test_gates
+    python -m tools.ptx_check --tiles --arch sm_90a        linear and attention kernels in tiles of engines instead
     python -m tools.ptx_check --lockstep warp --seed 3     each warp alone, in another order
     python -m tools.ptx_check -o report.md                 the tables, as Markdown, into a file too
 
@@ -153,10 +154,20 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], "|" + " --- |" * len(rows[0]), *lines[1:]])
 
 
+def _cases(arch: str, tiles: bool) -> list[Case]:
+    tests = list_cases(ALL_MODULES)
+    if not tiles:
+        return tests
+    from .ptx_tiles import tile_cases  # imports tests, which list_cases has made possible without pytest
+    return tile_cases(arch)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("ptx_check", description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--arch", nargs="+", default=list(ARCHES), metavar="ARCH")
     parser.add_argument("--filter", nargs="+", default=[""], metavar="NAME", help="cases whose name holds one of these")
+    parser.add_argument("--tiles", action="store_true", help="not the tests of the kernels, which take small tiles, "
+                        "but linear and attention kernels in each tile that engines may choose")
     parser.add_argument("--seed", type=int, default=0, help="of the order of warps and blocks")
     parser.add_argument("--lockstep", choices=("warp", "block", "grid"), default="grid",
                         help="which warps run side by side; grid is fastest")
@@ -166,13 +177,14 @@ def main(argv: list[str] | None = None) -> int:
     if unknown := [name for name in arguments.arch if name not in known]:
         print(f"ptx_check: there is no architecture {unknown[0]!r}; there are: {', '.join(known)}", file=sys.stderr)
         return 2
-    cases = [case for case in list_cases(ALL_MODULES) if any(part in case.name for part in arguments.filter)]
-    if not cases:
+    cases = {arch: [case for case in _cases(arch, arguments.tiles)
+                    if any(part in case.name for part in arguments.filter)] for arch in arguments.arch}
+    if not any(cases.values()):
         print(f"ptx_check: no case has {' or '.join(map(repr, arguments.filter))} in its name; "
               "python -m tools.gpu_check --dry --only kernels lists them", file=sys.stderr)
         return 2
     options = Options(arguments.seed, arguments.lockstep)
-    results = [check(arch, cases, options, lambda text: print(text, file=sys.stderr, flush=True))
+    results = [check(arch, cases[arch], options, lambda text: print(text, file=sys.stderr, flush=True))
                for arch in arguments.arch]
     print(text := as_text(results))
     if arguments.output:

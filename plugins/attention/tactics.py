@@ -109,7 +109,7 @@ def candidates(problem: Problem, device: Device) -> Candidates:
         return Candidates(refused=(Refusal(name, f"keys and values of up to {MAX_FUSED} tokens are written here, this "
                                                  f"bucket has {p.m}"),))
     legal, refused = [], []
-    for tile in _tiles(p, device):
+    for tile in tiles_of(p, device):
         shown = f"{name} {tile.tokens}x{tile.positions}" + (f" split {tile.splits}" if tile.splits > 1 else "")
         shown += f", {tile.warps} warps" if tile.warps != 4 else ""
         need = shared_bytes(p, tile)
@@ -121,7 +121,7 @@ def candidates(problem: Problem, device: Device) -> Candidates:
     return Candidates(tuple(legal), tuple(refused))
 
 
-def _tiles(p: Problem, device: Device) -> list[Tile]:
+def tiles_of(p: Problem, device: Device) -> list[Tile]:
     """Few tokens: one a tile, since every sequence may have but one. Many: as the matrix instruction likes."""
     tiles = []
     large = max(p.key_dim, p.value_dim) > 128

@@ -151,7 +151,7 @@ def candidates(problem: Problem, device: Device) -> Candidates:
     if reason := unsupported(problem, device):
         return Candidates(refused=(Refusal(name, reason),))
     legal, refused = [], []
-    for tile in _tiles(problem, device):
+    for tile in tiles_of(problem, device):
         shown = f"{name} {tile.features}x{tile.tokens}x{tile.channels}" + \
             (f" split {tile.splits}" if tile.splits > 1 else "") + (" tma" if tile.tma else "") + \
             (" specialized" if tile.specialize else "")
@@ -192,7 +192,8 @@ def has_aligned_rows(format: str, x_type: str, k: int) -> bool:
     return row_bytes % 16 == 0 and k * _BYTES[x_type] % 16 == 0
 
 
-def _tiles(p: Problem, device: Device) -> list[Tile]:
+def tiles_of(p: Problem, device: Device) -> list[Tile]:
+    """Those that are offered, legal or not."""
     return _few_tokens(p, device) if p.rows_a_matrix <= _SPLIT_ROWS else _many_tokens(p, device)
 
 

@@ -16,9 +16,11 @@ from ingot.plugins.attention.tactics import Tile as AttentionTile
 from ingot.plugins.gpu.kernel import GpuKernel
 from ingot.plugins.linear.tactics import Problem, Tile
 from tests.plugins.gpu import test_attention, test_linear
+from tools import ptx_check
 from tools.ptx.instruction import PtxError
 from tools.ptx.machine import Options
 from tools.ptx.runner import PtxRunner
+from tools.ptx_tiles import linear_problem, tile_cases
 
 FEW, MANY = (8, 5), (200, 150)
 """Rows of the bucket, and of the step."""
@@ -85,10 +87,16 @@ def test_linear_in_tiles_of_engines(arch: str, form: str, activation: str, rows:
                                     device_sums: None) -> None:
     """144 features and 1024 channels; rows beyond the step's are not written."""
     runner = PtxRunner(compilers(arch), Options(seed=1))
-    problem = Problem(rows[0], 144, 1024, form, activation, scale=True, token_scales=activation in (
-        "fp8", "int8"))
+    problem = linear_problem(rows[0], 144, 1024, form, activation)
     test_linear.check(runner, problem, tile, rows[1])  # type: ignore[arg-type]
     assert any(opcode.startswith(instruction) and count for opcode, count in runner.executed.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ptx_check.ARCHES)
+def test_all_tiles_of_engines(arch: str) -> None:
+    result = ptx_check.check(arch, tile_cases(arch), Options())
+    assert result.outcomes and not [outcome for outcome in result.outcomes if outcome.status == "failed"]
 
 
 @pytest.mark.parametrize(("arch", "pattern"), [

@@ -181,7 +181,7 @@ def test_races_show_beside_copies() -> None:
     """Barriers that copies arrive at order no threads; one that threads arrive at may, and races are not looked for."""
     text = FETCH + """st.shared.b32 [memory+64], %r0; ld.shared.b32 %d0, [memory+64];""" + "".join(
         f"mov.b32 %d{i}, 0;" for i in range(1, 32))
-    with pytest.raises(PtxError, match="race: byte 6[4-7] of shared memory"):
+    with pytest.raises(PtxError, match=r"race: byte 6[4-7] of shared memory"):
         run(text, 0)
     run(text + f"@%p0 mbarrier.arrive.shared::cta.b64 _, [{SECOND}];", 0)
 
