@@ -112,6 +112,18 @@ def test_what_is_missing_shows(pattern: str, name: str, compilers: Callable[[str
     assert shown >= 2, f"{shown} of 4 were noticed"
 
 
+@pytest.mark.parametrize("pattern, other, message", [
+    (r"\.param \.u64 (.*_param_0,)", r".param .u32 \1", r"parameters of \[8, .*\] bytes are passed, the code has \[4,"),
+    (r"\.reqntid \d+", ".reqntid 96", "the code is for 96")])
+def test_code_that_is_not_launched_so(pattern: str, other: str, message: str,
+                                      compilers: Callable[[str], PtxCompiler]) -> None:
+    def changed(kernel: GpuKernel) -> PtxKernel:
+        compiled = compilers("sm_80")(kernel)
+        return replace(compiled, ptx=re.sub(pattern, other, compiled.ptx))
+    with pytest.raises(PtxError, match=message):
+        cases()["rope.test_types_of_the_cache[int8]"].run(PtxRunner(changed))
+
+
 def test_table_of_what_was_executed(compilers: Callable[[str], PtxCompiler]) -> None:
     result = ptx_check.Result("sm_80")
     result.outcomes.append(ptx_check.run_case(cases()["rows.test_norms[rms_norm-fp8-False-False]"], compilers("sm_80"),
