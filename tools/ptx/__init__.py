@@ -9,7 +9,7 @@ races.py        races in global memory
 copies.py       copies that arrive when they are waited for
 machine.py      blocks and warps in an order that a seed chooses
 runner.py       launches of kernels, behind the interface of Triton's interpreter
-rows.py, integer.py, floating.py, convert.py, exchange.py, access.py, tensor_*.py   the instructions
+rows.py, integer.py, floating.py, compare.py, move.py, convert.py, exchange.py, access.py, tensor_*.py: instructions
 
 Instructions are those of the PTX ISA as Triton writes them; what is not known is an error.
 """
