@@ -15,6 +15,8 @@ from .step_times import StepTimes, estimate
 # What a draft must make of its sequence's tokens a second at least, after all that others lose: less is within what
 # measurements err by.
 _LEAST_GAIN = log(1.05)
+# Steps with drafts, at most, before one without any is measured again.
+_MAX_BASE_AGE = 64
 # After so many steps in a row without a draft that was worth its time, many sequences are looked at less often.
 _MAX_DECLINED = 8
 _SEQUENCES_PER_SKIP = 8
@@ -91,7 +93,8 @@ class Speculator(Generic[S]):
         """
         points = self.times.known()
         seconds = estimate(points, num_sequences)
-        if seconds is None:  # the step without drafts is measured first
+        # The step without drafts is measured first, and now and then again: all others are compared with it.
+        if seconds is None or self.times.age(num_sequences) > _MAX_BASE_AGE:
             return {}
         gains = [entry for sequence, draft in drafts.items() for entry in self._gains(sequence, len(draft))]
         gains.sort(key=lambda entry: -entry[0])  # stable: a draft's tokens stay in their order

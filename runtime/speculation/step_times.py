@@ -6,9 +6,8 @@ import math
 from bisect import bisect_left
 from collections import deque
 
-_NUM_KEPT = 9
-# Of fewer measurements the least counts: one step that was held up must not rule a token count out.
-_MIN_FOR_MEDIAN = 5
+# Of so many the least counts: on a machine with other work half of the steps may have been held up.
+_NUM_KEPT = 16
 _MAX_AGE = 512
 """Steps after which what was measured is forgotten: contexts have grown meanwhile, or other work has gone."""
 _AGE_OF_ONE = 64
@@ -27,7 +26,6 @@ class StepTimes:
     def __init__(self) -> None:
         self._times: dict[int, deque[float]] = {}
         self._measured_at: dict[int, int] = {}
-        self._typicals: dict[int, float] = {}
         self._num_steps = 0
 
     def add(self, num_tokens: int, seconds: float) -> None:
@@ -38,7 +36,10 @@ class StepTimes:
             times = self._times[bucket] = deque(maxlen=_NUM_KEPT)
         times.append(seconds)
         self._measured_at[bucket] = self._num_steps
-        self._typicals.pop(bucket, None)
+
+    def age(self, num_tokens: int) -> float:
+        """Steps since one of so many tokens was measured."""
+        return self._num_steps - self._measured_at.get(bucket_of(num_tokens), -math.inf)
 
     def known(self) -> list[tuple[int, float]]:
         """(tokens, seconds) that were measured lately, ascending. Fewer tokens take no longer than more: where they
@@ -47,17 +48,9 @@ class StepTimes:
         for bucket in sorted(self._times, reverse=True):
             age = self._num_steps - self._measured_at[bucket]
             if age <= min(_AGE_OF_ONE * len(self._times[bucket]), _MAX_AGE):
-                most = min(most, self._typical(bucket))
+                most = min(most, *self._times[bucket])
                 points.append((bucket, most))
         return points[::-1]
-
-    def _typical(self, bucket: int) -> float:
-        found = self._typicals.get(bucket)
-        if found is None:
-            times = sorted(self._times[bucket])
-            place = len(times) // 2 if len(times) >= _MIN_FOR_MEDIAN else 0
-            found = self._typicals[bucket] = times[place]
-        return found
 
 
 def estimate(points: list[tuple[int, float]], num_tokens: int) -> float | None:
