@@ -203,8 +203,9 @@ class Finder:
             if GPU_SCHEMES[scheme].weights.is_int4:
                 form = GPU_SCHEMES[scheme].weights
                 precision = with_groups(precision, form.channels_per_scale, form.minimum)
-            # Errors are told of the model's own matrices: shared experts apart.
-            passes = [step for step in gpu_pipeline(precision, precision.kv) if step[0] != "join_shared_experts"]
+            # Errors are told of the model's own matrices: shared experts apart, rows in their order.
+            passes = [step for step in gpu_pipeline(precision, precision.kv)
+                      if step[0] not in ("join_shared_experts", "part_heads")]
             graph = run_passes(self._graph, passes)
             weights = QuantizedGraph(graph, True).weights
             calibration = calibrated(self.source.checkpoint, weights, inputs, method,

@@ -18,20 +18,26 @@ _ROPE = ("q", "k", "v", "cos", "sin", "q_norm", "k_norm")
 
 
 def emit_rope_kv_write(low: GpuLowering, node: Node) -> None:
-    q_out = node.outputs[0]
-    users = low.users(q_out)
-    if low.few and len(users) == 1 and users[0].op == "attention":
-        whole = _attention_problem(low, users[0], node)
-        if low.candidates(whole, attention_tactics.candidates).legal:
-            low.absorbed[q_out] = node
-            for value in node.values:
-                if value not in low.graph.constants:
-                    low.defer(q_out, value)
-            return
-    problem = _rope_problem(low, node)
+    if _left_to_attention(low, node):
+        return
+    q_out, problem = node.outputs[0], _rope_problem(low, node)
     args = dict(zip(_ROPE, map(low.arg, node.values), strict=False)) | low.kv_args(node.attrs["slot"]) | _step()
     args["q_out"] = low.in_place(q_out, node.values[0], beside=node.values[1:]) or low.output(q_out)
     low.request(node, low.candidates(problem, rope_tactics.candidates), args, {q_out: "q_out"})
+
+
+def _left_to_attention(low: GpuLowering, node: Node) -> bool:
+    """Whether the launch of the only attention that reads what a node writes to the cache does the node's work too."""
+    first = node.outputs[0]
+    users = low.users(first)
+    if not low.few or len(users) != 1 or users[0].op != "attention" \
+            or not low.candidates(_attention_problem(low, users[0], node), attention_tactics.candidates).legal:
+        return False
+    low.absorbed[first] = node
+    for value in node.values:
+        if value not in low.graph.constants:
+            low.defer(first, value)
+    return True
 
 
 def emit_rope(low: GpuLowering, node: Node) -> None:
@@ -46,6 +52,8 @@ def emit_rope(low: GpuLowering, node: Node) -> None:
 
 
 def emit_kv_write(low: GpuLowering, node: Node) -> None:
+    if _left_to_attention(low, node):
+        return
     k, v = node.values
     slot = low.kv_slot(node.attrs["slot"])
     problem = rope_tactics.Problem(
@@ -56,11 +64,11 @@ def emit_kv_write(low: GpuLowering, node: Node) -> None:
 
 
 def emit_attention(low: GpuLowering, node: Node) -> None:
-    q, _, _, *sinks = node.values
-    rope = low.absorbed.get(low.buffer(q))
-    problem = _attention_problem(low, node, rope)
+    q, cached, _, *sinks = node.values
+    before = low.absorbed.get(low.buffer(q)) or low.absorbed.get(cached)
+    problem = _attention_problem(low, node, before)
     args = low.kv_args(node.attrs["slot"]) | {name: Arg("input", name) for name in ("query_start", "context_len")}
-    args |= dict(zip(_ROPE, map(low.arg, rope.values), strict=False)) if rope else {"q": low.arg(q)}
+    args |= dict(zip(_ROPE, map(low.arg, _prepared(node, before)), strict=False))
     if sinks:
         args["sinks"] = low.arg(sinks[0])
     args["out"] = low.output(node.output)
@@ -69,16 +77,23 @@ def emit_attention(low: GpuLowering, node: Node) -> None:
     low.request(node, low.candidates(problem, attention_tactics.candidates), args, {node.output: "out"})
 
 
-def _attention_problem(low: GpuLowering, node: Node, rope: Node | None) -> attention_tactics.Problem:
-    """rope: the node whose work this launch does too."""
+def _prepared(node: Node, before: Node | None) -> tuple[str, ...]:
+    """q, and what else the launch of an attention reads where it does the work of the node before too."""
+    if before is None or before.op == "rope_kv_write":
+        return before.values if before else node.values[:1]
+    return node.values[0], *before.values
+
+
+def _attention_problem(low: GpuLowering, node: Node, before: Node | None) -> attention_tactics.Problem:
+    """before: the node whose work this launch does too, rope_kv_write or kv_write."""
     slot, a = low.kv_slot(node.attrs["slot"]), node.attrs
-    q = rope.values[0] if rope else node.values[0]
+    q, *given = _prepared(node, before)
     turn = None
-    if rope is not None:
-        q_stride, k_stride, v_stride = map(low.token_stride, rope.values[:3])
-        turn = attention_tactics.Rope(q_stride, k_stride, v_stride, rotary=low.width(rope.values[3]),
-                                      interleaved=rope.attrs.get("interleaved", False),
-                                      norm_eps=rope.attrs["eps"] if len(rope.values) > 5 else None)
+    if before is not None:
+        q_stride, k_stride, v_stride = map(low.token_stride, (q, *given[:2]))
+        turn = attention_tactics.Rope(q_stride, k_stride, v_stride, rotary=low.width(given[2]) if given[2:] else 0,
+                                      interleaved=before.attrs.get("interleaved", False),
+                                      norm_eps=before.attrs["eps"] if len(given) > 4 else None)
     heads = int(low.type(q).shape[1])
     dense = low.token_stride(q) == heads * slot.key_dim
     kv_type = _KV_TYPES[slot.dtype]
@@ -90,7 +105,7 @@ def _attention_problem(low: GpuLowering, node: Node, rope: Node | None) -> atten
         low.floats, kv_type, low.kv.block_size, low.kv.block_bytes, _max_blocks(low), window=a.get("window", 0),
         chunk=a.get("chunk", 0), softcap=a.get("softcap", 0.0), sinks=len(node.values) > 3,
         y_type=wanted_form(low, node.output),
-        q_stride=0 if dense or rope else low.token_stride(q), rope=turn)
+        q_stride=0 if dense or turn else low.token_stride(q), rope=turn)
 
 
 def _rope_problem(low: GpuLowering, node: Node) -> rope_tactics.Problem:

@@ -28,6 +28,7 @@ from .match import eliminate_dead_code
 from .merge_duplicates import merge_duplicates
 from .merge_linears import merge_linears
 from .merge_lora import add_residuals_first, merge_lora
+from .part_heads import part_heads
 from .place_kv import place_kv
 from .raise_linear import raise_linear
 from .raise_moe import raise_moe
@@ -101,6 +102,7 @@ def gpu_pipeline(precision: Precision, kv: str, stored: Mapping[str, str] | None
         ("fuse_gate", fuse_gate),
         ("scale_embedding", scale_embedding),
         ("place_kv", partial(place_kv, kv_dtype=KV_DTYPES[kv])),
+        ("part_heads", part_heads),
         ("fuse_rope_kv_write", fuse_rope_kv_write),
         ("fuse_norm_add", fuse_norm_add),
         ("add_experts_last", add_experts_last),

@@ -85,7 +85,9 @@ def _fits(expr: WeightExpr, form: Format) -> bool:
             return all(size // ways % step == 0 for size, ways in expr.attr("segments"))
         case "reshape":
             inner = expr.inputs[0].shape
-            return len(inner) > 1 and rank > 1 and inner[-2:] == expr.shape[-2:]
+            if len(inner) < 2 or rank < 2 or inner[-1] != expr.shape[-1]:
+                return False
+            return inner[-2] == expr.shape[-2] or (inner[-2] % rows == expr.shape[-2] % rows == 0 and _one_factor(expr))
         case "permute":
             return tuple(expr.attr("dims")[-2:]) == (rank - 2, rank - 1)
     return False

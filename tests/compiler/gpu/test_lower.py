@@ -91,6 +91,21 @@ def test_launches_of_experts_beside_shared_ones() -> None:
     assert many == ["embedding", layer[0], "loop", "loop", *layer[1:], *layer, "loop", "rms_norm", "linear", "sample"]
 
 
+def test_attention_without_a_rotation_writes_the_cache() -> None:
+    """For few tokens; a cache that two layers read is written apart."""
+    graph = model([Layer(rope=False)])
+    few = [request.op for request in lowered(graph, 8, "h200", "bf16").requests]
+    assert few[:4] == ["embedding", "linear", "attention", "linear"]
+    many = [request.op for request in lowered(graph, 16, "h200", "bf16").requests]
+    assert many[:5] == ["embedding", "linear", "kv_write", "attention", "linear"]
+    b = Builder()
+    b.x("positions", "T", dtype=DType.I32)
+    q, k, v = (b.x(name, "T", 2, 16) for name in "qkv")
+    y = b.op("attention", b.op("attention", q, k, v, slot=0, scale=0.3), k, v, slot=1, scale=0.3)
+    low = lowered(b.made(b.op("linear", b.op("reshape", y, shape=("T", 32)), b.weight("w", 32, 32))), 8, "h200", "bf16")
+    assert [request.op for request in low.requests][:3] == ["kv_write", "attention", "attention"]
+
+
 def test_a_choice_of_another_kind() -> None:
     """Weights that no router gives: the choice stays arithmetic, and rows are sorted by a launch of their own."""
     b = Builder()
