@@ -255,7 +255,34 @@ class SharedAccess:
             self._find(warps, index, suspect.any(1), readers, "written", "read")
         writers[index] = mine
 
-    # fences between threads and units of their own
+    # units that copy and multiply
+
+    def note_unit_read(self, block: int, warp: int, address: np.ndarray) -> None:
+        """A product that a warp has begun reads these bytes of the block. Raises PtxError if another warp has written
+        one since all have met."""
+        if self.races:
+            at, mark = block * self.block_bytes + address, warp + 1
+            self._refuse_others(at, self._writers[at], mark, "read by a product of", "written")
+            before = self._readers[at]
+            self._readers[at] = np.where((before == 0) | (before == mark), mark, _SEVERAL)
+            self._touched[block] = True
+
+    def note_unit_write(self, block: int, warp: int, address: np.ndarray) -> None:
+        """A copy that a warp has begun writes these bytes of the block. Raises PtxError if another warp has touched one
+        since all have met."""
+        if self.races:
+            at = block * self.block_bytes + address
+            self._refuse_others(at, self._readers[at], warp + 1, "written by a copy of", "read")
+            self._refuse_others(at, self._writers[at], warp + 1, "written by a copy of", "written")
+
+    def _refuse_others(self, at: np.ndarray, marks: np.ndarray, mine: int, now: str, before: str) -> None:
+        clash = (marks != 0) & (marks != mine)
+        if clash.any():
+            place = np.unravel_index(int(np.argmax(clash)), clash.shape)
+            who = int(marks[place])
+            by = "several warps" if who == _SEVERAL else f"warp {who - 1}"
+            raise PtxError(f"race: byte {int(at[place]) % self.block_bytes} of shared memory is {now} warp {mine - 1} "
+                           f"and was {before} by {by}, without a barrier between")
 
     def _note_unfenced(self, warps: Warps, at: np.ndarray, size: int) -> None:
         mark = warps.marks["u1"]

@@ -129,6 +129,8 @@ def _read(op: Instruction) -> Run:
         for at, (tensor, coordinates), to in zip(active_addresses(warps, target), _boxes(warps, source),
                                                  active_addresses(warps, barrier), strict=True):
             barrier_at(block, to)
+            target_bytes = np.minimum(at + np.arange(tensor.box_bytes), len(block.shared) - 1)
+            warps.launch.shared_access.note_unit_write(block.number, warps.warp_of_block[0], target_bytes)
 
             def copy(at: int = at, tensor: TensorMap = tensor, coordinates: tuple[int, ...] = coordinates,
                      to: int = to) -> None:

@@ -87,11 +87,13 @@ def _strides(matrix: SharedMatrix, is_k_major: bool) -> tuple[int, int]:
 
 
 def check_fenced(access: SharedAccess, block: Block, matrix: SharedMatrix, rows: int, channels: int, kind: str,
-                 is_k_major: bool) -> None:
-    """Raises PtxError if threads have written what is not fenced yet. Bounds are checked when it is read."""
+                 is_k_major: bool) -> np.ndarray:
+    """Raises PtxError if threads have written what is not fenced yet. Returns the addresses of the matrix, as far as
+    they are in bounds: that is checked when it is read."""
     lines, length = (rows, channels) if is_k_major else (channels, rows)
-    address = places(matrix, lines, length * BITS[kind] // 8, is_k_major)
-    access.check_fenced(block.number, np.minimum(address, len(block.shared) - 1))
+    address = np.minimum(places(matrix, lines, length * BITS[kind] // 8, is_k_major), len(block.shared) - 1)
+    access.check_fenced(block.number, address)
+    return address
 
 
 def read_matrix(shared: np.ndarray, matrix: SharedMatrix, rows: int, channels: int, kind: str,

@@ -88,9 +88,12 @@ def mma_async(op: Instruction, code: Code) -> Run:
         b_descriptor, keeps = _uniform(warps, b_operand), adds(warps)
         a_descriptor = _uniform(warps, a_operand) if a is None else 0
         access, kind = warps.launch.shared_access, form.kind
-        check_fenced(access, block, of_wgmma(b_descriptor), form.n, kind.k, kind.b, form.b_is_k_major)
+        read = [check_fenced(access, block, of_wgmma(b_descriptor), form.n, kind.k, kind.b, form.b_is_k_major)]
         if a is None:
-            check_fenced(access, block, of_wgmma(a_descriptor), 4 * _ROWS, kind.k, kind.a, form.a_is_k_major)
+            whole = check_fenced(access, block, of_wgmma(a_descriptor), 4 * _ROWS, kind.k, kind.a, form.a_is_k_major)
+            read.append(whole[_ROWS * warp : _ROWS * (warp + 1)] if form.a_is_k_major else whole)
+        for address in read:
+            access.note_unit_read(block.number, warps.warp_of_block[0], address)
 
         def work() -> None:
             left = (shared_rows_of_a(block.shared, form, a_descriptor, warp) if a is None else

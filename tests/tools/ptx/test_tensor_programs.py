@@ -186,6 +186,23 @@ def test_races_show_beside_copies() -> None:
     run(text + f"@%p0 mbarrier.arrive.shared::cta.b64 _, [{SECOND}];", 0)
 
 
+@pytest.mark.parametrize(("text", "told"), [
+    (WGMMA + "setp.eq.s32 %p2, %r0, 127; @%p2 st.shared.b32 [memory+8192], 0;", r"written by warp 3 .* read by"),
+    (FETCH + f"""ld.shared.b32 %d0, [memory+128];
+        @%p0 mbarrier.arrive.expect_tx.shared::cta.b64 _, [{SECOND}], 8192;
+        // between
+        @%p0 {COPY} [memory], [%rd1, {{0, 0}}], [{SECOND}];
+        {wait(SECOND)}
+        """, r"written by a copy of warp 0 and was read by")])
+def test_races_with_copies_and_products(text: str, told: str) -> None:
+    """What a product of another warp may still read; what another warp may still read that a copy overwrites."""
+    with pytest.raises(PtxError, match=told):
+        for seed in SEEDS:
+            run(text, seed)
+    for seed in SEEDS:
+        run(text.replace("// between", "bar.sync 0;").replace("setp.eq.s32 %p2", "bar.sync 0; setp.eq.s32 %p2"), seed)
+
+
 def test_a_copy_to_global_memory_is_done_at_its_wait() -> None:
     """The result's tensor map is that of A: what is written there is read back behind the wait."""
     text = f"""@%p0 mbarrier.init.shared::cta.b64 [{BARRIER}], 1; shl.b32 %r2, %r0, 6;
