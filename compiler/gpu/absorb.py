@@ -4,6 +4,7 @@ from __future__ import annotations
 from ingot.plugins.linear import tactics as linear_tactics
 
 from ..ir.graph import Node
+from .adapter_inputs import others
 from .emit_experts import expert_problem
 from .emit_linear import linear_problem
 from .emit_router import router_problem
@@ -11,9 +12,9 @@ from .lower import GpuLowering
 
 
 def absorbs_norm(low: GpuLowering, norm: Node) -> bool:
-    """Whether all readers of a norm are matrices that can normalise their inputs themselves."""
+    """Whether all readers of a norm, but for adapters, are matrices that can normalise their inputs themselves."""
     y = norm.outputs[0]
-    users = low.users(y)
+    users = others(low, y)
     if not low.few or (norm.op, len(norm.values)) not in (("rms_norm", 2), ("norm_add_norm", 4)) \
             or low.rows_a_token(norm.values[0]) != 1 or y in low.graph.outputs:
         return False

@@ -1,6 +1,7 @@
 """Matrices on a GPU, and how their inputs come to them: floating, quantized by a launch, or prepared by the kernel."""
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ingot.plugins.linear import tactics as linear_tactics
@@ -72,11 +73,13 @@ def inputs(low: GpuLowering, node: Node, problem: linear_tactics.Problem, norm: 
     return quantized(low, node, x, form)
 
 
-def wanted_form(low: GpuLowering, value: str) -> str:
-    """What all readers of a value want it quantized to; "" if one wants it floating, or they differ."""
+def wanted_form(low: GpuLowering, value: str, readers: Sequence[Node] | None = None) -> str:
+    """What all readers of a value want it quantized to; "" if one wants it floating, or they differ. readers: those
+    that count, if not all."""
     if value in low.graph.outputs or low.few:
         return ""
-    forms = {GPU_SCHEMES[user.attrs["scheme"]].quantized if user.op in MATRICES else "" for user in low.users(value)}
+    forms = {GPU_SCHEMES[user.attrs["scheme"]].quantized if user.op in MATRICES else ""
+             for user in (low.users(value) if readers is None else readers)}
     return forms.pop() if len(forms) == 1 else ""
 
 

@@ -6,12 +6,14 @@ from ingot.plugins.lora import tactics as lora_tactics
 from ..ir.graph import Node
 from ..ir.ops_lora import SLOTS
 from ..plan.plan import Arg
+from .adapter_inputs import make
 from .lower import GpuLowering
 
 _STEP = {name: Arg("input", name) for name in ("adapters", "token_seq")}
 
 
 def emit_shrink(low: GpuLowering, node: Node) -> None:
+    make(low, node.values[0])
     x, h, offsets = node.values[0], node.output, [offset for _, offset in node.attrs["modules"]]
     apart = offsets[1] - offsets[0] if len(offsets) > 1 else 0
     assert offsets == [offsets[0] + number * apart for number in range(len(offsets))], offsets

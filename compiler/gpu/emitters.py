@@ -17,6 +17,7 @@ from ..ir.graph import Node
 from ..plan.lowering import Place
 from ..plan.plan import Arg
 from .absorb import absorbs_norm
+from .adapter_inputs import leave_unmade, make, others
 from .emit_attention import emit_attention, emit_kv_write, emit_rope, emit_rope_kv_write
 from .emit_collective import emit_collective
 from .emit_experts import emit_combine, emit_expert_linear, emit_route
@@ -56,6 +57,7 @@ def _norm(low: GpuLowering, node: Node) -> None:
     if absorbs_norm(low, node):
         low.defer(y, x)
         low.absorbed[y] = node
+        leave_unmade(low, node)
         return
     if emit_norm_and_router(low, node):
         return
@@ -84,6 +86,7 @@ def _norm_add_norm(low: GpuLowering, node: Node) -> None:
         low.defer(y, r)
         low.absorbed[y] = node
         low.output(s)
+        leave_unmade(low, node)
         return
     _normalise(low, node, x, y, {"x_weight": x_weight, "weight": w}, residual=r, total=s)
 
@@ -97,7 +100,7 @@ def _normalise(low: GpuLowering, node: Node, x: str, y: str, parameters: dict[st
                residual: str = "", total: str = "") -> None:
     """One launch: sum, norm, and the quantization that all readers of the norm want. y "": the sum alone."""
     group, stride = low.rows_a_token(x), low.place(x).stride or 0
-    form = wanted_form(low, y) if y and group == 1 else ""
+    form = wanted_form(low, y, others(low, y)) if y and group == 1 else ""
     problem = norm_tactics.Problem(
         low.count("T" if "T" in str(low.rows(x)) else "L"), low.width(x), node.attrs["eps"], low.stored[x],
         (form or low.stored[y]) if y else "", op, _symbol(low, x, node), weight="weight" in parameters,
@@ -113,6 +116,7 @@ def _normalise(low: GpuLowering, node: Node, x: str, y: str, parameters: dict[st
     if form:
         low.places[y] = Place(Arg("value", y))
         args |= write_quantized(low, y, form)
+        leave_unmade(low, node)
     elif y:
         args["y"] = low.output(y)
         writes[y] = "y"
@@ -128,11 +132,13 @@ def _symbol(low: GpuLowering, x: str, node: Node) -> str:
 
 def _loop(low: GpuLowering, node: Node) -> None:
     operands = [Operand(low.type(value), low.stored[value]) for value in node.values]
+    if adapters := low.is_of_adapters(node.output):
+        make(low, node.values[0])
     assert all(low.place(value).stride is None for value in node.values), f"a loop over a column range: {node.origin}"
     found = triton_emit.candidates(node, operands, low.stored[node.output], low.bindings)
     args = {f"in{number}": low.arg(value) for number, value in enumerate(node.values)}
     low.request(node, found, {**args, "out": low.output(node.output)}, {node.output: "out"},
-                adapters=low.is_of_adapters(node.output))
+                adapters=adapters)
 
 
 def emit_sample(low: GpuLowering, vocab: int) -> None:

@@ -81,6 +81,7 @@ class GpuLowering(BaseLowering):
     quantized  what a matrix gets in the place of a value, in which form: parameter -> place
     absorbed   value -> the node that makes it, if its readers do the node's work themselves
     made       the first outputs of nodes whose work an earlier launch has done
+    unmade     result of a norm -> that norm, where adapters read what nobody else needs in memory
     """
 
     gpu: Gpu
@@ -92,6 +93,7 @@ class GpuLowering(BaseLowering):
     quantized: dict[tuple[Range, str], dict[str, Arg]] = field(default_factory=dict)
     absorbed: dict[str, Node] = field(default_factory=dict)
     made: set[str] = field(default_factory=set)
+    unmade: dict[str, Node] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()

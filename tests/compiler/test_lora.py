@@ -125,7 +125,8 @@ def interpreted_logits(source: Checkpoint, graph: Any, text: Sequence[int], room
 
 
 def error(got: np.ndarray, want: np.ndarray) -> float:
-    return float(np.abs(got - want).max() / np.abs(want).max())
+    """Of the mean square."""
+    return float(np.sqrt(np.square(got - want).mean() / np.square(want).mean()))
 
 
 def fill(program: Program) -> None:
@@ -168,7 +169,7 @@ def test_quantized_engine_computes_what_its_graph_means(engine: Callable[..., Pa
         fill(program)
         rows = logits_of(program, TEXTS, ADAPTERS_OF_TEXTS)
         for text, slot, got in zip(TEXTS, ADAPTERS_OF_TEXTS, rows, strict=True):
-            assert error(got, interpreted_logits(source, graph, text, room, slot)) < 5e-2, slot
+            assert error(got, interpreted_logits(source, graph, text, room, slot)) < 2e-2, slot
         np.testing.assert_array_equal(rows[1], empty[1])
         program.close()
 
@@ -194,7 +195,7 @@ def test_a_slot_is_written_between_two_steps(engine: Callable[..., Path]) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 2e-2), ("fp8", 6e-2)])
+@pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 2e-2), ("fp8", 8e-2)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gpu_engine_computes_what_its_graph_means(engine: Callable[..., Path], family: str, precision: str,
                                                   tolerance: float, checkpoint: Callable[[str], Path]) -> None:
