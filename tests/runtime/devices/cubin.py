@@ -21,8 +21,9 @@ class Function:
 
 
 def capability(image: bytes) -> int:
-    """The architecture that the code is for: 90 for sm_90a."""
-    return int(struct.unpack_from("<I", image, 0x30)[0] >> 8 & 0xFF)
+    """The architecture that the code is for: 90 for sm_90a. Where it stands depends on the version of the form."""
+    shift = 8 if image[8] >= 8 else 0
+    return int(struct.unpack_from("<I", image, 0x30)[0] >> shift & 0xFF)
 
 
 def functions(image: bytes) -> dict[str, Function]:
