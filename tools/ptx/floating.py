@@ -117,6 +117,19 @@ def _fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     return np.multiply(a, b, dtype=np.float64) + c
 
 
+@instruction(*[f"{name}.f32.{kind}" for name in ("add", "add.rn", "sub", "sub.rn", "fma.rn")
+               for kind in ("f16", "bf16")])
+def mixed(op: Instruction, code: Code) -> Run:
+    """All but the last operand are narrow; the result is a float32."""
+    kind, name = op.parts[-1], op.parts[0]
+
+    def run(*values: np.ndarray) -> np.ndarray:
+        *narrow_ones, last = values
+        wide = [widen(bits, kind) for bits in narrow_ones]
+        return _fma(*wide, last) if name == "fma" else wide[0] + last if name == "add" else wide[0] - last
+    return compute(op, code, run, "f4", *["u2"] * (len(op.operands) - 2), "f4")
+
+
 @instruction(*[f"{name}.{rest}{kind}" for name in ("min", "max") for kind in _TYPES
                for rest in ("", "ftz.", "NaN.", "ftz.NaN.", "NaN.ftz.")])
 def extreme(op: Instruction, code: Code) -> Run:

@@ -126,6 +126,16 @@ def test_arithmetic_of_floats() -> None:
                 "add.rn.f32x2 %rd10, %rd11, %rd12; mov.b64 {_, %d}, %rd10;") == Y + X).all()
 
 
+def test_sums_of_two_types() -> None:
+    small = Y.astype(ml_dtypes.bfloat16)
+    bits, wide = small.view(np.uint16).astype(np.uint32), small.astype(np.float32)
+    halves = "{ .reg .b16 s; cvt.u16.u32 s, %a; "
+    assert (lanes(halves + "add.rn.f32.bf16 %d, s, %b; }", bits, X, result=np.float32) == wide + X).all()
+    assert (lanes(halves + "sub.f32.bf16 %d, s, %b; }", bits, X, result=np.float32) == wide - X).all()
+    fused = (wide.astype(np.float64) ** 2 + X).astype(np.float32)
+    assert (lanes(halves + "fma.rn.f32.bf16 %d, s, s, %b; }", bits, X, result=np.float32) == fused).all()
+
+
 def test_numbers_that_are_none() -> None:
     x = np.array([np.nan, 1, np.nan, -0.0] * 8, np.float32)
     y = np.array([2, np.nan, np.nan, 0.0] * 8, np.float32)
