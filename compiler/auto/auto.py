@@ -88,6 +88,10 @@ def _recipe(request: BuildRequest, name: str, choice: Choice, increase: float, r
             "quantization_method": (request.quantization_method, "best"), "compiler": (request.compiler, "zig"),
             "tensor_parallel": (request.tensor_parallel, 1)}
     build |= {key: value for key, (value, usual) in said.items() if value != usual}
+    if request.lora_max_rank is not None:
+        room = {"max_rank": request.lora_max_rank, "max_adapters": request.lora_max_adapters,
+                "modules": list(request.lora_modules) if request.lora_modules else None}
+        build["lora"] = {key: value for key, value in room.items() if value is not None}
     if choice.groups is not None:
         build |= dict(zip(("group_size", "group_minimums"), choice.groups, strict=True))
     found = choice.found

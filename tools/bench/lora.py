@@ -19,6 +19,7 @@ import numpy as np
 from ingot.runtime.devices import load_program
 from ingot.runtime.engine_file import EngineFile
 from ingot.runtime.program import Program
+from ingot.runtime.step import StepInputs
 
 _CONTEXT, _ROUND_SECONDS = 128, 0.05
 
@@ -68,7 +69,7 @@ def measured(ways: Sequence[tuple[Program, list[int]]], new: int, rounds: int) -
     return list(map(min, found))
 
 
-def fill(program: Program, slots: list[int], new: int) -> object:
+def fill(program: Program, slots: list[int], new: int) -> StepInputs:
     inputs = program.inputs[0]
     inputs.clear()
     blocks = -(-(_CONTEXT + new) // program.block_size)
