@@ -126,7 +126,7 @@ def mixed(op: Instruction, code: Code) -> Run:
     def run(*values: np.ndarray) -> np.ndarray:
         *narrow_ones, last = values
         wide = [widen(bits, kind) for bits in narrow_ones]
-        return _fma(*wide, last) if name == "fma" else wide[0] + last if name == "add" else wide[0] - last
+        return _fma(wide[0], wide[1], last) if name == "fma" else wide[0] + last if name == "add" else wide[0] - last
     return compute(op, code, run, "f4", *["u2"] * (len(op.operands) - 2), "f4")
 
 
