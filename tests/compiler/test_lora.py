@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -277,3 +278,24 @@ def test_a_step_without_adapters_has_no_launch_more(checkpoint: Callable[[str], 
         assert len(kernels) < len(manifest["kernels"]) or rank is None
         counts.append({tokens: sum(kernel["launches"].get(tokens, 0) for kernel in kernels) for tokens in "1248"})
     assert counts[0] == counts[1]
+
+
+@pytest.mark.slow
+def test_adapters_get_the_inputs_of_the_model_where_calibration_scaled_them(speaking_checkpoint: Path,
+                                                                            tmp_path: Path) -> None:
+    rows = {}
+    for method in ("awq", "rtn"):
+        output = tmp_path / f"{method}.engine"
+        result = build(replace(request(speaking_checkpoint, output, "w4a8"), calibrate=method != "rtn",
+                               quantization_method=method if method != "rtn" else "best"))
+        assert (result.manifest["calibration"]["num_weights"] > 0) == (method == "awq")
+        with EngineFile.open(output) as file:
+            program = load_program(file, kv_cache_tokens=1024, num_workers=2)
+            fill(program)
+            texts = [[token % 200 for token in text] for text in TEXTS]
+            rows[method] = logits_of(program, texts, ADAPTERS_OF_TEXTS), logits_of(program, texts, [-1] * 3)
+            program.close()
+    (scaled, without), (plain, _) = rows["awq"], rows["rtn"]
+    for number, slot in enumerate(ADAPTERS_OF_TEXTS):
+        effect = error(without[number], plain[number])
+        assert slot < 0 or error(scaled[number], plain[number]) < effect / 3, slot
