@@ -50,6 +50,18 @@ def test_files_are_relative_to_the_recipe(tmp_path: Path) -> None:
     assert second.tuning_records == Path("/there/y.json") and second.calibration == tmp_path / "z.txt"
 
 
+def test_room_for_adapters(tmp_path: Path) -> None:
+    recipe = read_recipe(written(tmp_path, {
+        "model": "org/tiny", "lora": {"max_rank": 16, "modules": ["q_proj"]}, "builds": [
+            {"targets": ["cpu"], "precisions": ["int8"]},
+            {"targets": ["cpu"], "precisions": ["w4a8"], "lora": {"max_rank": 8, "max_adapters": 2}}]}))
+    first, second = recipe.requests(tmp_path)
+    assert (first.lora_max_rank, first.lora_max_adapters, first.lora_modules) == (16, None, ["q_proj"])
+    assert (second.lora_max_rank, second.lora_max_adapters, second.lora_modules) == (8, 2, ["q_proj"])
+    with pytest.raises(BadRecipe, match=r"lora: max_rank is missing\. Largest rank of an adapter, 1 to 256"):
+        read_recipe(written(tmp_path, {**GOOD, "lora": {"max_adapters": 2}}))
+
+
 def test_gates(tmp_path: Path) -> None:
     """A build's go over the recipe's, the command line's over both."""
     recipe = read_recipe(written(tmp_path, {
