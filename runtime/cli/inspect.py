@@ -73,7 +73,8 @@ def _summary(engine: EngineFile) -> dict[str, Any]:
     kv_token_bytes = memory.get("kv_bytes_per_token", 0)
     longest_bytes = inspect_gpu.longest_kv_bytes(memory, manifest["limits"]["max_seq_len"])
     obstacle = _obstacle(engine)
-    available = 0 if obstacle else max(free_bytes(engine) - memory.get("weights_bytes", 0), 0)
+    taken = memory.get("weights_bytes", 0) + memory.get("lora_bytes", 0)
+    available = 0 if obstacle else max(free_bytes(engine) - taken, 0)
     if target_kind(manifest) == "cuda":
         available = int(available * default_fraction(engine))
     return {
@@ -139,6 +140,7 @@ def _summary_text(facts: dict[str, Any]) -> str:
                              if name.endswith("_bytes") and not name.startswith("kv_"))),
         ("KV cache", _kv_text(facts)),
         ("KV room", _room_text(facts)),
+        *([("adapters", _lora_text(facts["lora"]))] if facts.get("lora") else []),
         ("code", f"{facts['num_kernels']} kernels; buckets of {', '.join(map(str, facts['buckets']))} tokens"),
         *([("launches", "a layer, by the tokens of a step: " + ", ".join(
             f"{tokens}: {count}" for tokens, count in sorted(facts["launches_per_layer"].items(),
@@ -150,6 +152,12 @@ def _summary_text(facts: dict[str, Any]) -> str:
                                 *(f"{name} {version}" for name, version in facts["toolchain"].items())])),
     ]
     return table(rows)
+
+
+def _lora_text(lora: dict[str, Any]) -> str:
+    kinds = dict.fromkeys(module["name"].rpartition(".")[2] for module in lora["modules"])
+    return (f"room for {lora['max_adapters']} of rank {lora['max_rank']}, {size(lora['bytes_per_adapter'])} each, for "
+            f"{len(lora['modules'])} linear layers: {', '.join(kinds)}")
 
 
 def _room_text(facts: dict[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """What tests of GPU kernels share: devices, arrays as bits, tolerances, and the instructions of compiled candidates."""
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -9,7 +9,7 @@ from ingot.compiler.gpu.triton_compile import CompiledKernel, compile_kernels
 from ingot.compiler.targets import architectures, list_targets
 from ingot.plugins.gpu.device import Device
 from ingot.plugins.gpu.floats import from_bf16, to_bf16
-from ingot.plugins.gpu.kernel import GpuKernel, GpuLaunch
+from ingot.plugins.gpu.kernel import Candidate, GpuKernel, GpuLaunch
 
 ARCHITECTURES = tuple(architectures())
 QUICK = ("sm_80", "sm_90a")
@@ -28,6 +28,19 @@ def device(arch: str) -> Device:
 def compiled(kernels: Iterable[GpuKernel], arch: str) -> dict[GpuKernel, CompiledKernel]:
     """From the user's cache, so that a second run of the tests compiles nothing."""
     return compile_kernels(kernels, architectures()[arch])
+
+
+def chosen(ways: Iterable[Sequence[Candidate]], arch: str) -> dict[GpuKernel, CompiledKernel]:
+    """Of each problem the first of its candidates whose kernel does not spill, as a build chooses; of the first three,
+    so that a change which makes most of them spill is seen."""
+    found: dict[GpuKernel, CompiledKernel] = {}
+    left = list(ways)
+    for turn in range(3):
+        code = compiled({way[turn].launches[0].kernel for way in left if turn < len(way)}, arch)
+        found |= {kernel: one for kernel, one in code.items() if not one.spill_stores}
+        left = [way for way in left if not any(c.launches[0].kernel in found for c in way[:turn + 1])]
+    assert not left, [[c.launches[0].kernel.symbol for c in way[:3]] for way in left]
+    return found
 
 
 def store(x: np.ndarray, kind: str) -> np.ndarray:

@@ -171,4 +171,4 @@ def test_compiles_without_spills(arch: str) -> None:
             topk(TopK(m, "T", 256, 8, "fp32"), target), topk(TopK(m, "T", 2048, 2048, "bf16", False), target),
             scatter(Scatter(m, "T", 256, 4, 0, "fp32"), target), scatter(Scatter(m, "T", 8, 2, 2, "bool"), target))]
     for kernel, code in compiled(kernels, arch).items():
-        assert code.spill_stores == 0 and code.registers <= 128, (kernel.symbol, code.registers)
+        assert code.spill_stores == 0 and code.registers <= 168, (kernel.symbol, code.registers)

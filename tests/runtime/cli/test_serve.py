@@ -21,7 +21,7 @@ from ingot.runtime.cli import main
 from tests.runtime.mock_engine import BLOCK_SIZE, EOS, LIMITS, reference_greedy
 from tests.runtime.test_thin import python
 
-WAIT_S = 60
+WAIT_S = 300
 SIZES = ["--kv-cache-tokens", "96", "--num-workers", "1"]
 
 
@@ -129,7 +129,7 @@ def until_all_have_come(server: Serve, number: int) -> None:
 
 
 def test_what_runs_is_finished_and_what_comes_is_refused(mock_path: Path) -> None:
-    with serve(mock_path, "--http", "127.0.0.1:0") as server:
+    with serve(mock_path, "--http", "127.0.0.1:0", "--drain-timeout", "300") as server:
         threads, answers = post_many(server, 6)
         until_all_have_come(server, 6)
         server.signal(signal.SIGTERM)
