@@ -23,9 +23,6 @@ _MAX_PADDING = 1.125
 _UNROLLED = 16
 """Elements of a reduction that are written out one after the other."""
 
-_MAX_REGISTERS = 128
-"""Of the second way to compile a loop. Left alone, the assembler now and then spills a register to hold more blocks."""
-
 _SHOWN = 300
 """Characters of the expression in the module's first line."""
 
@@ -33,7 +30,7 @@ _BYTES = {"fp32": 4, "i32": 4, "bf16": 2, "fp16": 2}
 
 
 def candidates(node: Node, inputs: Sequence[Operand], output: str, bindings: Mapping[str, int]) -> Candidates:
-    """The launch of a loop node, compiled in two ways, the usual one first.
+    """The launch of a loop node.
 
     inputs    what node.values are, row-major without gaps
     output    element type that the result is stored in, of triton_expr.ELEMENTS; floats are rounded to nearest
@@ -46,17 +43,12 @@ def candidates(node: Node, inputs: Sequence[Operand], output: str, bindings: Map
     loop = _Loop(tuple(shape), dtype, expr, reduce, inputs, output, bindings)
     text = loop.text()
     module, parameters = module_name(text), loop.parameters()
-    tile = f"{loop.tile_rows}x{loop.tile_columns}"
+    name = symbol("loop", module.rpartition(".")[2], f"{loop.tile_rows}x{loop.tile_columns}",
+                  *(str(kind)[1:] for _, kind in parameters))
+    kernel = GpuKernel(name, module, "loop", parameters, (("ROWS", loop.tile_rows), ("COLUMNS", loop.tile_columns)),
+                       loop.num_warps, 1, source=text)
     name = f"loop {reduce[0]}" if reduce else "loop"
-    found = []
-    for most in (None, _MAX_REGISTERS):
-        entry = symbol("loop", module.rpartition(".")[2], tile, *(str(kind)[1:] for _, kind in parameters),
-                       f"r{most}" if most else "")
-        kernel = GpuKernel(entry, module, "loop", parameters,
-                           (("ROWS", loop.tile_rows), ("COLUMNS", loop.tile_columns)), loop.num_warps, 1,
-                           max_registers=most, source=text)
-        found.append(Candidate(f"{name} r{most}" if most else name, (GpuLaunch(kernel, loop.grid()),), loop.cost()))
-    return Candidates(tuple(found))
+    return Candidates((Candidate(name, (GpuLaunch(kernel, loop.grid()),), loop.cost()),))
 
 
 @dataclass

@@ -17,7 +17,7 @@ from tests.compiler.fusion.loop_runner import Program
 from tests.compiler.fusion.random_programs import build_from
 from tests.compiler.fusion.test_c_emit import CASES, LONG, SPECIAL, VECTORISED
 from tests.compiler.fusion.test_random_programs import EXTENTS, STEPS, TOLERANCE
-from tests.compiler.fusion.triton_runner import launches, run_interpreted, ways
+from tests.compiler.fusion.triton_runner import launches, run_interpreted
 from tests.compiler.graphs import Builder, Weights, compare, random_inputs
 from tests.plugins.gpu.support import ARCHITECTURES, QUICK, compiled
 
@@ -137,12 +137,7 @@ COMPILED = [*VECTORISED, Program("angles", angles), Program("powers", powers), L
 @pytest.mark.parametrize("arch", [pytest.param(arch, marks=[] if arch in QUICK else pytest.mark.slow)
                                   for arch in ARCHITECTURES])
 def test_compiles_without_spills(arch: str) -> None:
-    """In one way or the other: a build takes the second where the first spills."""
-    found = [ways(program.fused, node, "bf16", {"T": 2048, "L": 64})
-             for program in COMPILED for node in program.fused.nodes if node.op == "loop"]
-    usual = compiled([first.kernel for first, _ in found], arch)
-    others = compiled([second.kernel for first, second in found if usual[first.kernel].spill_stores], arch)
-    for kernel, code in [*((kernel, code) for kernel, code in usual.items() if not code.spill_stores),
-                         *others.items()]:
+    kernels = [one.kernel for program in COMPILED for one in launches(program, "bf16", {"T": 2048, "L": 64})]
+    for kernel, code in compiled(kernels, arch).items():
         assert code.spill_stores == 0, kernel.symbol
         assert code.registers <= (255 if "power(" in kernel.source else 128), (kernel.symbol, code.registers)

@@ -28,15 +28,10 @@ def element(type_: TensorType, float_type: str) -> str:
     return float_type if type_.dtype.is_float else _ELEMENTS[type_.dtype]
 
 
-def ways(graph: Graph, node: Node, float_type: str = "fp32", bindings: Mapping[str, int] = BUCKET) -> list[GpuLaunch]:
-    """To compute a loop, the usual one first."""
+def launch(graph: Graph, node: Node, float_type: str = "fp32", bindings: Mapping[str, int] = BUCKET) -> GpuLaunch:
     operands = [Operand(graph.types[value], element(graph.types[value], float_type)) for value in node.values]
     found = candidates(node, operands, element(graph.types[node.output], float_type), bindings)
-    return [candidate.launches[0] for candidate in found.legal]
-
-
-def launch(graph: Graph, node: Node, float_type: str = "fp32", bindings: Mapping[str, int] = BUCKET) -> GpuLaunch:
-    return ways(graph, node, float_type, bindings)[0]
+    return found.legal[0].launches[0]
 
 
 def launches(program: Program, float_type: str = "fp32", bindings: Mapping[str, int] = BUCKET) -> list[GpuLaunch]:
