@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from queue import SimpleQueue
@@ -32,7 +32,7 @@ from ingot.runtime.folders import cache_folder
 from ..targets import Architecture
 from .disassemble import count_instructions, disassemble, matrix_instructions, resources, spills, tool
 
-CACHE_VERSION = 1
+CACHE_VERSION = 2
 
 
 class CompileError(WorkFailed):
@@ -125,9 +125,7 @@ def try_compile(kernels: Iterable[GpuKernel], arch: Architecture, cache: Path | 
         worker = workers.get()
         try:
             progress(kernel.symbol)
-            source = source_digest(kernel.module, kernel.source)
-            compiled = _finish(kernel, arch, worker.ask({
-                "kernel": kernel.to_json(), "source": source, "capability": arch.capability}))
+            compiled = _compile(kernel, arch, worker)
         except CompileError as error:
             return error
         finally:
@@ -244,6 +242,21 @@ class _Worker:
         self._process.wait()
         self._stderr.close()
         self._folder.cleanup()
+
+
+def _compile(kernel: GpuKernel, arch: Architecture, worker: _Worker) -> CompiledKernel:
+    """With as many registers as a thread may have where registers spill otherwise: left alone, the assembler now and
+    then spills a few to hold more blocks. Raises CompileError."""
+    def ask(kernel: GpuKernel) -> CompiledKernel:
+        return _finish(kernel, arch, worker.ask({
+            "kernel": kernel.to_json(), "source": source_digest(kernel.module, kernel.source),
+            "capability": arch.capability}))
+
+    compiled = ask(kernel)
+    most = min(255, arch.registers_per_sm // (32 * compiled.num_warps) // 8 * 8)
+    if compiled.spill_stores and kernel.max_registers is None and compiled.registers < most:
+        return min(compiled, ask(replace(kernel, max_registers=most)), key=lambda found: found.spill_stores)
+    return compiled
 
 
 def _finish(kernel: GpuKernel, arch: Architecture, answer: dict[str, Any]) -> CompiledKernel:

@@ -5,14 +5,15 @@ import importlib.util
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ingot.compiler.gpu import disassemble as disassembler
 from ingot.compiler.gpu import triton_compile
 from ingot.compiler.gpu.disassemble import count_instructions, matrix_instructions, operand_bits, spills
-from ingot.compiler.gpu.triton_compile import CompileError, PtxCompiler, cache_key, compile_kernels
-from ingot.compiler.targets import architectures
+from ingot.compiler.gpu.triton_compile import CompiledKernel, CompileError, PtxCompiler, cache_key, compile_kernels
+from ingot.compiler.targets import Architecture, architectures
 from ingot.plugins.gpu.kernel import GpuKernel
 from ingot.plugins.gpu.sources import source_digest
 from ingot.runtime.errors import RequestError
@@ -196,3 +197,43 @@ def test_instructions_are_counted() -> None:
     ("UTCOMMA.4X", 4), ("OMMA.SF.16864.F32.E2M1.E2M1.UE4M3.4X", 4), ("DMMA.884", 64)])
 def test_operand_bits(mnemonic: str, bits: int) -> None:
     assert operand_bits(mnemonic) == bits
+
+
+class TestSpills:
+    """A stand-in for the compiler: `usual` registers and spills when left alone, `more` when told how many it may use."""
+
+    def compiled(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, usual: tuple[int, int], more: tuple[int, int],
+                 max_registers: int | None = None) -> tuple[int, int, list[int | None]]:
+        """Registers, spills, and how many registers each compilation was told."""
+        told: list[int | None] = []
+
+        def finish(kernel: GpuKernel, arch: Architecture, answer: dict[str, Any]) -> CompiledKernel:
+            told.append(kernel.max_registers)
+            registers, stores = usual if kernel.max_registers == max_registers else more
+            return CompiledKernel("f", arch.name, registers, 0, stores, stores, 0, 8, 1, 0, 1, (), {}, b"code")
+
+        class Silent:
+            def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+                return {}
+
+            def close(self) -> None:
+                pass
+
+        monkeypatch.setattr(triton_compile, "_finish", finish)
+        monkeypatch.setattr(triton_compile, "_Worker", Silent)
+        kernel = replace(SCALED, max_registers=max_registers)
+        (found,) = compile_kernels([kernel], SM90, tmp_path).values()
+        assert compile_kernels([kernel], SM90, tmp_path) == {kernel: found}
+        return found.registers, found.spill_stores, told
+
+    def test_what_spills_gets_the_registers_there_are(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        assert self.compiled(monkeypatch, tmp_path, (72, 2), (90, 0)) == (90, 0, [None, 255])
+
+    def test_but_not_if_it_is_no_better(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        assert self.compiled(monkeypatch, tmp_path, (72, 2), (250, 3)) == (72, 2, [None, 255])
+
+    def test_nor_if_there_are_no_more(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        assert self.compiled(monkeypatch, tmp_path, (255, 2), (90, 0)) == (255, 2, [None])
+
+    def test_nor_if_it_was_told(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        assert self.compiled(monkeypatch, tmp_path, (64, 2), (90, 0), max_registers=64) == (64, 2, [64])
