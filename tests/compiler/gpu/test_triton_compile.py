@@ -200,7 +200,7 @@ def test_operand_bits(mnemonic: str, bits: int) -> None:
 
 
 class TestSpills:
-    """A stand-in for the compiler: `usual` registers and spills when left alone, `more` when told how many it may use."""
+    """A stand-in for the compiler: (registers, spills) are `usual` when it is left alone, `more` when told a number."""
 
     def compiled(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, usual: tuple[int, int], more: tuple[int, int],
                  max_registers: int | None = None) -> tuple[int, int, list[int | None]]:
