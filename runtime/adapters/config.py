@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,8 @@ _WHY = {
 }
 # Ways to begin a training that change the model's own weights too: PEFT marks adapters that were converted back.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
+# Far above what any engine has room for, so that the error for a large one can name what to build.
+_MAX_RANK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -85,25 +88,30 @@ def _patterns(config: dict[str, Any], name: str, what: str) -> list[tuple[str, A
         raise AdapterError(f"{what}: {name}: expected an object, got {found!r:.60}")
     for pattern in found:
         try:
-            re.compile(pattern)
-        except re.error as error:
-            raise AdapterError(f"{what}: {name}: {pattern!r:.60} is no regular expression: {error}") from None
+            re.compile(_at_end(pattern))
+        except (re.error, OverflowError, RecursionError) as error:
+            raise AdapterError(f"{what}: {name}: {pattern!r:.60} is no regular expression that the end of a name can "
+                               f"have: {error}") from None
     return list(found.items())
 
 
 def _by_pattern(patterns: dict[str, Any], module: str, default: Any) -> Any:
-    """As PEFT finds them: an expression must fit the end of the name, from a dot on."""
-    return next((value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module)), default)
+    return next((value for pattern, value in patterns.items() if re.match(_at_end(pattern), module)), default)
+
+
+def _at_end(pattern: str) -> str:
+    """As PEFT looks for them: an expression must fit the end of the name, from a dot on."""
+    return rf"(.*\.)?({pattern})$"
 
 
 def _rank(value: Any, where: str) -> int:
-    if type(value) is not int or value < 1:
-        raise AdapterError(f"{where}: expected a rank of at least 1, got {value!r:.40}")
+    if type(value) is not int or not 1 <= value <= _MAX_RANK:
+        raise AdapterError(f"{where}: expected a rank of 1 to {_MAX_RANK}, got {value!r:.40}")
     return value
 
 
 def _number(value: Any, where: str) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value):
+    if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:  # nor NaN, nor an integer beyond floats
         raise AdapterError(f"{where}: expected a number, got {value!r:.40}")
     return float(value)
 

@@ -16,6 +16,7 @@ from .bf16 import widen
 from .errors import AdapterError
 
 _MAX_HEADER_BYTES = 16 << 20
+_MAX_AXES = 8
 _TYPES: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 
 
@@ -76,9 +77,10 @@ def _entry(entry: Any, where: str) -> tuple[str, tuple[int, ...], tuple[int, int
     if not isinstance(entry, dict):
         raise AdapterError(f"{where}: malformed entry {entry!r:.100}")
     kind, shape, span = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    if kind not in _TYPES:
+    if not isinstance(kind, str) or kind not in _TYPES:
         raise AdapterError(f"{where}: has the type {kind!r:.40}; expected {', '.join(_TYPES)}")
-    if not _counts(shape) or not _counts(span) or len(span) != 2:
+    # A matrix without elements would be none, and numpy has no more axes than 64.
+    if not _counts(shape) or not all(shape) or len(shape) > _MAX_AXES or not _counts(span) or len(span) != 2:
         raise AdapterError(f"{where}: malformed shape {shape!r:.60} or data_offsets {span!r:.60}")
     size = math.prod(shape) * np.dtype(_TYPES[kind]).itemsize
     if span[1] - span[0] != size:
