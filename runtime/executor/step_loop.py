@@ -363,6 +363,8 @@ class StepLoop:
         running, recorder = answer.running, self._recorder
         assert answer.finish_reason is not None
         recorder.requests_finished[answer.finish_reason] += 1
+        if self._speculator is not None:
+            self._speculator.forget(answer)
         running.num_open -= 1
         if running.num_open:
             return

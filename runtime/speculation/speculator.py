@@ -78,6 +78,10 @@ class Speculator(Generic[S]):
             self._num_declined = 0
         return self._watch(drafts, counts)
 
+    def forget(self, sequence: S) -> None:
+        """It has ended. It may refer to much, such as an adapter's matrices, which are to go with it."""
+        self._states.pop(sequence, None)
+
     def _propose(self, sequence: S, state: _State, limit: int) -> list[int]:
         if state.watched is not None and (right := state.watched.compare(sequence.tokens, state.rates)) is not None:
             state.drafter.accepted(right)

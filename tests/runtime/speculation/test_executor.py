@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ingot.runtime.adapters.adapter import Adapter
 from ingot.runtime.devices.null import NullProgram
 from ingot.runtime.devices.null_memory import NullMemory
 from ingot.runtime.executor import step_loop
@@ -17,6 +21,7 @@ from ingot.runtime.program import Limits
 from ingot.runtime.sampling import Guide
 from ingot.runtime.scheduler import SchedulerPolicy
 from ingot.runtime.speculation import Speculator
+from tests.runtime.adapters.samples import room, seeded_adapter
 from tests.runtime.executor.null_engine import BLOCK_SIZE, Sink, null_executor, request, saying, tokenizer
 from tests.runtime.mock_engine import VOCAB_SIZE
 
@@ -109,6 +114,21 @@ def test_outputs_of_a_step_come_as_one() -> None:
     assert told == [sum(len(output.token_ids) for output in outputs[: end + 1]) for end in range(len(outputs))]
     assert recorder.inter_token_latency.total == 12  # a gap before each token but the first
     assert recorder.steps == len(outputs)
+
+
+@pytest.mark.usefixtures("oracle")
+def test_nothing_is_held_of_an_answer_that_has_ended(tmp_path: Path) -> None:
+    """Its adapter's memory goes with it, though no other request comes."""
+    sink = Sink()
+    program = NullProgram(WIDE, VOCAB_SIZE, 64, block_size=BLOCK_SIZE, lora=room())
+    with null_executor(program, limits=WIDE, speculative_tokens=5) as executor:
+        found = weakref.ref(executor.adapters.load("1", Adapter.read(seeded_adapter(tmp_path, 1))))
+        executor.submit(request("a", PROMPT, 20, lora="1"), sink)
+        sink.finished("a")
+        executor.adapters.unload("1")
+        executor.drain()
+    gc.collect()
+    assert found() is None
 
 
 LIMITS_12 = Limits(max_batch_size=12, max_num_tokens=16, max_seq_len=64)
