@@ -141,7 +141,7 @@ class LocalMemory:
         at = address.astype(np.int64)
         if warps.mask is not True:
             at = np.where(warps.mask, at, 0)
-        bad = (at & (size - 1) != 0) | (at > self._num_bytes - size)
+        bad = (at & (size - 1) != 0) | (at < 0) | (at > self._num_bytes - size)
         if bad.any():
             lane = int(np.flatnonzero(bad)[0])
             raise PtxError(f"access of {size} bytes in local memory at {int(at[lane])}, which has {self._num_bytes} "
@@ -185,8 +185,9 @@ class SharedAccess:
             at = np.where(warps.mask, at, 0)
         if (at & (size - 1)).any():
             self._refuse(at, at & (size - 1) != 0, size, "not aligned")
-        if int(at.max()) > self.num_bytes - size:
-            self._refuse(at, at > self.num_bytes - size, size, f"outside of the block's {self.num_bytes} bytes")
+        if int(at.view(np.uint64).max()) > self.num_bytes - size:  # below 0 is far above as well
+            bad = (at < 0) | (at > self.num_bytes - size)
+            self._refuse(at, bad, size, f"outside of the block's {self.num_bytes} bytes")
         return at + warps.shared_base
 
     def load(self, warps: Warps, address: np.ndarray, size: int) -> np.ndarray:

@@ -106,6 +106,9 @@ def test_copies_arrive_when_they_are_waited_for() -> None:
     ("ld.global.b32 %r10, [%rd1];", "outside of all arrays"),
     ("st.global.b32 [%rd30-4], %r0;", r"outside of all arrays: .*before the first array\), thread 0"),
     ("shl.b32 %r12, %r0, 4; ld.shared.b32 %r10, [%r12+256];", "outside of the block's 1024 bytes"),
+    ("mov.b32 %r12, 0; ld.shared.b32 %r10, [%r12-16];", "outside of the block's 1024 bytes"),
+    ("mov.b64 %rd10, 0; st.shared.b32 [%rd10-1024], %r0;", "outside of the block's 1024 bytes"),
+    (".local .align 4 .b8 own[64]; mov.b64 %rd10, 0; ld.local.b32 %r10, [%rd10-16];", "local memory at -16"),
     ("st.shared.v2.b32 [memory+4], {%r0, %r0};", "not aligned"),
     ("bra L; L: again: bra again;", "no end in sight"),
     ("trap;", "trap")])
