@@ -9,6 +9,7 @@ from typing import Any
 
 from ..devices import default_fraction, free_bytes, target_kind
 from ..devices.native_code import check_cpu
+from ..devices.plan_fields import memory_of
 from ..engine_file import EngineFile
 from ..engine_format import section
 from ..errors import IngotError
@@ -189,7 +190,7 @@ def layer_of(origin: str) -> str:
 
 
 def _weights_of(launch: dict[str, Any]) -> Iterator[str]:
-    return (arg[1] for arg in launch["args"] if arg[0] == "weight")
+    return (arg[1] for arg in memory_of(launch) if arg[0] == "weight")
 
 
 def _layers_text(layers: list[dict[str, Any]]) -> str:

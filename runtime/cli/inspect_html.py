@@ -12,12 +12,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..devices.plan_fields import memory_of
 from ..devices.traced_values import value_bytes, value_shape
 from ..engine_file import EngineFile
 from ..errors import RequestError
 from ..store.blobs import write_atomic
 from .output import size
 
+_BEGINNING = b"<!DOCTYPE html>"
 _COLOURS = ("#3f7fbf", "#b5651d", "#3d9970", "#a0447a", "#7a6fbe", "#8f8a1e", "#c0504d", "#2f8f9d", "#6b8e23",
             "#8b5a2b", "#5b6fb0", "#96506e")
 _TOLD = ("limits", "quality", "calibration", "launches_per_layer", "launches_outside_layers", "license", "toolchain",
@@ -53,10 +55,19 @@ def write_page(engine: EngineFile, facts: Mapping[str, Any], path: Path) -> dict
         raise RequestError(f"--html {path}: that is a folder; expected a file, such as {path / 'engine.html'}")
     text = page(engine, facts)
     try:
+        if path.is_file() and not _may_replace(path):
+            raise RequestError(f"--html {path}: that is a file, and no page; it is not replaced.\n  Name another one, "
+                               "or remove it.")
         write_atomic(path, text.encode())
     except OSError as error:
         raise RequestError(f"--html {path}: cannot be written: {error.strerror}") from None
     return {"engine": engine.path, "html": str(path), "size_bytes": len(text.encode())}
+
+
+def _may_replace(path: Path) -> bool:
+    """Whether there is nothing, or a page: nobody's engine is lost by a slip."""
+    with path.open("rb") as file:
+        return file.read(len(_BEGINNING)) in (b"", _BEGINNING)
 
 
 def page(engine: EngineFile, facts: Mapping[str, Any]) -> str:
@@ -88,7 +99,7 @@ def _bucket(bucket: Mapping[str, Any], weights: Mapping[str, Any], seconds: Mapp
     """The launches of a step in their order, with the weights that each reads and its time by the model, if told."""
     rows = []
     for launch in bucket["launches"]:
-        read = list(dict.fromkeys(arg[1] for arg in launch["args"] if arg[0] == "weight"))
+        read = list(dict.fromkeys(arg[1] for arg in memory_of(launch) if arg[0] == "weight"))
         rows.append({"op": launch["op"], "origin": launch.get("origin", ""), "kernel": launch["kernel"],
                      "grid": "×".join(map(str, launch["grid"])) if "grid" in launch else "",
                      "weight_bytes": sum(int(weights[name]["size"]) for name in read),
@@ -107,7 +118,7 @@ def arena_buffers(bucket: Mapping[str, Any], max_batch_size: int) -> list[Buffer
     for number, launch in enumerate(bucket["launches"]):
         alive = [_read(buffer, number, reads[number]) for buffer in alive]
         for name, value in launch.get("writes", {}).items():
-            kind, *place = launch["args"][value["arg"]]
+            kind, *place = memory_of(launch)[value["arg"]]
             if kind != "arena":
                 continue
             num_bytes = value_bytes(value_shape(value["shape"], step), value["dtype"])
@@ -120,7 +131,7 @@ def arena_buffers(bucket: Mapping[str, Any], max_batch_size: int) -> list[Buffer
 
 def _places_read(launch: Mapping[str, Any]) -> set[int]:
     written = {value["arg"] for value in launch.get("writes", {}).values()}
-    return {arg[1] for number, arg in enumerate(launch["args"]) if arg[0] == "arena" and number not in written}
+    return {arg[1] for number, arg in enumerate(memory_of(launch)) if arg[0] == "arena" and number not in written}
 
 
 def _read(buffer: Buffer, launch: int, offsets: set[int]) -> Buffer:

@@ -117,6 +117,11 @@ def check_buckets(plan: dict[str, Any], limits: Limits) -> None:
         raise EngineFormatError(f"plan.buckets: sizes {tokens}; expected growing ones up to {limits.max_num_tokens}")
 
 
+def memory_of(launch: Mapping[str, Any]) -> list[list[Any]]:
+    """The arguments of a launch; instead of a tensor map the memory that it is laid over."""
+    return [arg[1] if arg[0] == "tensormap" else arg for arg in launch["args"]]
+
+
 def of_adapters(launch: dict[str, Any], where: str) -> bool:
     """Whether a launch has nothing to do in a step without LoRA adapters, so that it is left out."""
     return bool(field(launch, "adapters", bool, where)) if "adapters" in launch else False

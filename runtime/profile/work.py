@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..devices.plan_fields import memory_of
 from ..engine_file import EngineFile
 from ..program import outdated
 
@@ -69,7 +70,7 @@ def work_of(plan: Mapping[str, Any], launch: Mapping[str, Any], phase: Phase) ->
     # Of joined launches the last one counts, a matrix: its result is the last of the arguments that are written.
     writes = sorted(launch.get("writes", {}).values(), key=lambda write: int(write["arg"]))
     written = _count(writes[-1]["shape"], phase) if writes else 0
-    args = [arg[1] if arg[0] == "tensormap" else arg for arg in launch["args"]]
+    args = memory_of(launch)
     weights = [plan["weights"][arg[1]] for arg in args if arg[0] == "weight"]
     slots = {arg[1] for arg in args if arg[0] == "kv"}
     matrix = max(weights, key=lambda weight: int(weight["size"]), default=None)

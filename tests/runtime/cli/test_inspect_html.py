@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ingot.runtime.cli import main
+from ingot.runtime.cli.inspect import VIEWS
 from ingot.runtime.cli.inspect_html import Buffer, arena_buffers
+from ingot.runtime.cli.inspect_html import _bucket as told
 from ingot.runtime.engine_file import EngineFile
 from tests.runtime import mock_engine, mock_gpu_engine
 
@@ -103,6 +106,29 @@ def test_a_buffer_lives_from_its_launch_to_its_last_reader() -> None:
               "launches": [launch(None, 0, "a"), launch(0, 64, "b"), launch(0, 128, "c"), launch(64, 0, "d")]}
     assert sorted(arena_buffers(bucket, 4), key=lambda buffer: buffer.name) == [
         Buffer("a", 0, 2, 0, 64), Buffer("b", 1, 3, 64, 64), Buffer("c", 2, 2, 128, 64), Buffer("d", 3, 3, 0, 64)]
+
+
+def test_what_tensor_maps_reach_counts(tmp_path: Path) -> None:
+    with EngineFile.open(mock_gpu_engine.write_engine(tmp_path / "gpu.engine")) as engine:
+        plan = engine.plan
+    bucket = plan["buckets"][-1]
+    assert any(arg[0] == "tensormap" for arg in bucket["launches"][1]["args"])
+    for each in plan["buckets"]:
+        assert told(each, plan["weights"], {})["launches"][1]["weight_bytes"] == mock_gpu_engine.MATRIX.nbytes
+    layers = VIEWS["layers"][0](SimpleNamespace(plan={**plan, "buckets": [bucket]}))  # type: ignore[arg-type]
+    assert {weight["label"] for layer in layers for weight in layer["weights"]} == {
+        weight["label"] for weight in plan["weights"].values()}
+    bucket["launches"][1]["args"] = [arg for arg in bucket["launches"][1]["args"] if arg[0] != "arena"]
+    bucket["launches"][1]["writes"] = {}
+    assert next(buffer for buffer in arena_buffers(bucket, 16) if buffer.name == "x").end == 1
+
+
+def test_a_file_that_is_no_page_stays(mock_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    engine, path = mock_path.read_bytes(), tmp_path / "x.html"
+    assert main(["inspect", str(mock_path), "--html", str(mock_path)]) == 2
+    assert "it is not replaced" in capsys.readouterr().err and mock_path.read_bytes() == engine
+    path.touch()
+    assert write(mock_path, path) == write(mock_path, path)
 
 
 @pytest.mark.parametrize("target", ["folder", "file/engine.html"])
