@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .context import ServerContext
     from .served import ServedEngine
 
+
 class ServerAdapters:
     """Belongs to the context's loop."""
 
@@ -28,6 +29,7 @@ class ServerAdapters:
         self._folder = folder
         # Held while adapters change, and while an engine takes over: none is lost between the two.
         self.changing = asyncio.Lock()
+        self._loading: set[asyncio.Task[LoadedAdapter]] = set()
 
     def all(self) -> list[LoadedAdapter]:
         """Those that requests may name."""
@@ -50,14 +52,24 @@ class ServerAdapters:
             self._context.current.engine.adapters.load(name, source.read())
 
     async def load(self, name: str, source: AdapterSource) -> LoadedAdapter:
-        """From now on requests may name it. Raises AdapterLoadingOff, AdapterError, AdapterExists, Draining."""
-        path = self._allowed(source.path)
+        """From now on requests may name it. Once begun it goes on to its end, even if whoever asked leaves: the thread
+        that reads would anyway, and must not outlive `changing`.
+
+        Raises AdapterLoadingOff, AdapterError, AdapterExists, Draining.
+        """
+        found = source._replace(path=self._allowed(source.path))
         self._check_name(name)
+        task = asyncio.ensure_future(self._load(name, found))
+        self._loading.add(task)
+        task.add_done_callback(self._loading.discard)
+        return await asyncio.shield(task)
+
+    async def _load(self, name: str, source: AdapterSource) -> LoadedAdapter:
         async with self.changing:
             if self._context.is_draining:
                 raise Draining("the server drains: no adapter is loaded any more")
             adapters = self._context.current.engine.adapters
-            loaded = await asyncio.to_thread(lambda: adapters.load(name, source._replace(path=path).read()))
+            loaded = await asyncio.to_thread(lambda: adapters.load(name, source.read()))
         _say(f"{name} is loaded: rank {loaded.adapter.rank}, {loaded.adapter.sha256}")
         return loaded
 

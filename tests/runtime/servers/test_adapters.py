@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -18,12 +19,14 @@ import pytest
 from smg_grpc_proto import trtllm_service_pb2 as trtllm
 
 from ingot.runtime.adapters.adapter import Adapter
+from ingot.runtime.adapters.loaded import LoadedAdapters
 from ingot.runtime.adapters.source import AdapterSource
 from ingot.runtime.bench.drivers.driver import Facts, ServerUnreachable
 from ingot.runtime.bench.drivers.http import HttpDriver
 from ingot.runtime.cli import main
 from ingot.runtime.devices.null_memory import NullMemory
 from ingot.runtime.servers import http_server
+from ingot.runtime.servers.adapters import ServerAdapters
 from ingot.runtime.servers.context import ServerSettings
 from ingot.runtime.servers.proto import control_pb2 as pb
 from ingot.runtime.servers.proto import kserve_v2_pb2 as kserve
@@ -32,6 +35,36 @@ from tests.runtime.mock_engine import VOCAB_SIZE
 from tests.runtime.servers.grpc_replica import MODEL, Replica, replica
 
 PROMPT = [70, 71, 72]
+
+
+def test_loading_goes_on_when_the_client_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else changes adapters meanwhile: what is unloaded does not come back, and no engine leaves one behind."""
+    seeded_adapter(tmp_path / "1", 1)
+    started, gate = threading.Event(), threading.Event()
+    read = AdapterSource.read
+
+    def slow_read(self: AdapterSource) -> Adapter:
+        started.set()
+        assert gate.wait(30)
+        return read(self)
+
+    monkeypatch.setattr(AdapterSource, "read", slow_read)
+    loaded = LoadedAdapters(room())
+    context: Any = SimpleNamespace(current=SimpleNamespace(engine=SimpleNamespace(adapters=loaded)), model_name=MODEL,
+                                   is_draining=False)
+
+    async def leave() -> None:
+        adapters = ServerAdapters(context, str(tmp_path))
+        call = asyncio.ensure_future(adapters.load("1", AdapterSource("1")))
+        assert await asyncio.to_thread(started.wait, 30)
+        call.cancel()
+        unload = asyncio.ensure_future(adapters.unload("1"))
+        await asyncio.wait([call, unload], timeout=0.05)
+        assert call.cancelled() and not unload.done()
+        gate.set()
+        assert (await unload).name == "1" and not loaded.all()
+
+    asyncio.run(leave())
 
 
 class Served:
