@@ -22,7 +22,7 @@ from ..program import Limits, check_plan_version
 from ..sampling_inputs import Float32Array, StepOutputs, work_bytes
 from ..step import StepInputs
 from .cpu_plan import BoundBucket, Places, bind_bucket
-from .host_memory import AdapterSlots, KvBlocks, anonymous
+from .host_memory import AdapterMemory, KvBlocks, anonymous
 from .host_weights import weights_in_memory
 from .native_code import STEP_ARRAYS, NativeCode, Step
 from .plan_fields import arena_bytes, check_buckets, kv_layout, vocab_size
@@ -83,7 +83,7 @@ class CpuProgram:
         base = self._blocks.address
         self._kv = {part: (base + begin, size) for part, (begin, size) in kv.parts.items()}
         self.lora = LoraRoom.of(self._engine.manifest)
-        self._slots = AdapterSlots(self.lora)
+        self._slots = AdapterMemory(self.lora)
         self.lora_bytes = self._slots.num_bytes
 
         self.vocab_size = vocab_size(plan)

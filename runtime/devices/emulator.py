@@ -32,7 +32,7 @@ from ..step import StepInputs, StepLayout
 from .gpu_collective import check_collectives, meet, num_ranks
 from .gpu_kernels import Kernel, TensorMapType, check_members
 from .gpu_plan import BoundBucket, BoundLaunch, BoundTensorMap, GpuPlan, Places
-from .host_memory import AdapterSlots, Bytes, KvBlocks, anonymous
+from .host_memory import AdapterMemory, Bytes, KvBlocks, anonymous
 from .plan_fields import mapped_weight
 from .traced_values import decode, value_bytes, value_shape
 
@@ -219,7 +219,7 @@ class _Rank:
     def __init__(self, engine: EngineFile, plan: GpuPlan, layout: StepLayout, rank: int, kv_cache_tokens: int,
                  host_kv_tokens: int, lora: LoraRoom | None) -> None:
         kv = plan.kv
-        self.slots = AdapterSlots(lora)
+        self.slots = AdapterMemory(lora)
         self.blocks = KvBlocks(kv_cache_tokens, host_kv_tokens, kv.block_size, kv.block_bytes, len(kv.windows))
         self.step = anonymous(layout.num_bytes, "the arrays of a step")
         self.step.fill(_POISON)

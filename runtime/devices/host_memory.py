@@ -60,7 +60,7 @@ class KvBlocks:
         return self._tiers[tier][index * self._block_bytes : (index + 1) * self._block_bytes]
 
 
-class AdapterSlots:
+class AdapterMemory:
     """The slots for LoRA adapters, zeroed; none without room.
 
     place  (address, bytes) of the first one

@@ -127,7 +127,7 @@ class Executor:
                 self._new[request.request_id] = running
                 self._is_idle = False
                 self._changed.notify_all()
-            self.recorder.adapter_requests[request.lora or ""] += 1
+                self.recorder.adapter_requests[request.lora or ""] += 1
         except IngotError as error:
             self.recorder.requests_refused[type(error).__name__] += 1
             raise
