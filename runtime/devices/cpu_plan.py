@@ -104,32 +104,34 @@ def _input(arg: list[Any], places: Places) -> tuple[str, int]:
     name, *rest = arg[1:]
     if name not in StepInputs.ARRAYS:
         raise ValueError(f"inputs are {', '.join(StepInputs.ARRAYS)}")
-    return name, _within(rest[0] if rest else 0, getattr(places.inputs[0], name).nbytes)
+    return name, _within(rest, 0, getattr(places.inputs[0], name).nbytes)
 
 
 def _address(arg: list[Any], places: Places, arena_size: int) -> int:
     kind, *rest = arg
     if kind == "arena":
-        return places.arena_address + _within(rest[0], arena_size)
+        return places.arena_address + _within(rest, 0, arena_size)
     if kind == "weight":
         address, size = places.weights[rest[0]]
-        return address + _within(rest[1] if len(rest) > 1 else 0, size)
+        return address + _within(rest, 1, size)
     if kind == "kv":
         address, size = places.kv[rest[0], rest[1]]
-        return address + _within(rest[2] if len(rest) > 2 else 0, size)
+        return address + _within(rest, 2, size)
     if kind == "lora":
         address, size = places.lora
         if not size:
             raise ValueError("the engine has no room for adapters")
-        return address + _within(rest[0], size)
+        return address + _within(rest, 0, size)
     if kind == "null":
         return 0
     raise ValueError("expected arena, weight, kv, input, lora or null")
 
 
-def _within(offset: int, size: int) -> int:
-    if not 0 <= offset < max(size, 1):
-        raise ValueError(f"offset {offset} is outside its {size} bytes")
+def _within(rest: list[Any], at: int, size: int) -> int:
+    """rest[at] is the offset; 0 if it is missing."""
+    offset = rest[at] if len(rest) > at else 0
+    if type(offset) is not int or not 0 <= offset < max(size, 1):
+        raise ValueError(f"offset {offset!r} is outside its {size} bytes")
     return offset
 
 

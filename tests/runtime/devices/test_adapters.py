@@ -3,12 +3,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from ingot.runtime.devices import load_program
+from ingot.runtime.devices.cpu_plan import _address
 from ingot.runtime.devices.gpu_plan import GpuPlan
 from ingot.runtime.devices.null import NullProgram
 from ingot.runtime.engine_file import EngineFile
@@ -95,6 +97,17 @@ def test_places_in_a_slot(engine: Path, offset: Any, message: str) -> None:
         next(arg for arg in plan["buckets"][0]["launches"][1]["args"] if arg[0] == "lora")[1] = offset
         with pytest.raises(EngineFormatError, match=message):
             GpuPlan.read(plan, limits, mock.ROOM)
+
+
+def test_places_in_a_slot_in_host_memory() -> None:
+    places: Any = SimpleNamespace(lora=(4096, 128))
+    assert [_address(["lora", *offset], places, 0) for offset in ([], [0], [127])] == [4096, 4096, 4096 + 127]
+    for offset in (128, -1, "0", True):
+        with pytest.raises(ValueError, match="is outside its 128 bytes"):
+            _address(["lora", offset], places, 0)
+    places.lora = 4096, 0
+    with pytest.raises(ValueError, match="no room for adapters"):
+        _address(["lora", 0], places, 0)
 
 
 def test_a_slot_holds_bfloat16(engine: Path) -> None:

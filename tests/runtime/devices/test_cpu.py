@@ -202,6 +202,7 @@ _ARG = ("buckets", 1, "launches", 0, "args", 1)
     (_set("buckets", 1, "outputs", "logits", "dtype", "f16"), "'f16'"),
     (_set(*_ARG, ["arena", 1 << 20]), "outside"),
     (_set(*_ARG, ["arena", -64]), "outside"),
+    (_set(*_ARG, ["arena", 0.5]), "offset 0.5 is outside"),
     (_set(*_ARG, ["weight", "other"]), "'other'"),
     (_set(*_ARG, ["weight", "table", 1 << 20]), "outside"),
     (_set(*_ARG, ["kv", 1, "k"]), "points to nothing"),
