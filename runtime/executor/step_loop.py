@@ -15,6 +15,7 @@ One thread at a time. The end of an answer is known before the next launch, so t
 from __future__ import annotations
 
 import itertools
+import operator
 import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -192,7 +193,7 @@ class StepLoop:
             logprobs = run_logprobs(answer, row, len(taken), outputs) if answer.wants_logprobs else None
             self._tokens.append((answer, taken, logprobs, ends))
         self._recorder.draft_tokens += len(draft)
-        self._recorder.accepted_draft_tokens += max(len(taken) - 1, 0)
+        self._recorder.accepted_draft_tokens += sum(map(operator.eq, taken, draft))
         if is_failed:
             self._fail(answer)
             return

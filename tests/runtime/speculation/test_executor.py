@@ -151,6 +151,21 @@ def test_ends_inside_a_run(fields: dict[str, Any]) -> None:
     assert ends[0] == ends[1]
 
 
+def test_a_drafted_token_that_ends_the_answer_was_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Knows(Oracle):
+        def propose(self, tokens: Sequence[int], max_tokens: int) -> list[int]:
+            return tokenizer().encode("abcdefgh")[len(tokens) - len(PROMPT) :][:max_tokens]
+
+    monkeypatch.setattr(step_loop, "Speculator", partial(Speculator, make_drafter=Knows))
+    sink = Sink()
+    program = NullProgram(LIMITS_12, VOCAB_SIZE, 64, block_size=BLOCK_SIZE, next_token=saying(PROMPT, "abcdefgh"))
+    with null_executor(program, limits=LIMITS_12, speculative_tokens=4) as executor:
+        executor.submit(request("a", PROMPT, 20, sampling={"stop": ("d",)}), sink)
+        assert len(sink.finished("a").token_ids) == 4
+        recorder = executor.recorder
+    assert (recorder.draft_tokens, recorder.accepted_draft_tokens) == (4, 2), "c and d of c to f"
+
+
 def say(text: str, drafts: int, max_tokens: int = 50, **sampling: Any) -> RequestOutput:
     """What becomes of an answer of this text."""
     sink = Sink()
