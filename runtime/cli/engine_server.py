@@ -183,6 +183,8 @@ def _connected(arguments: argparse.Namespace, address: str) -> Iterator[Caller]:
 
 
 def _channel(grpc: Any, arguments: argparse.Namespace, address: str) -> grpc.Channel:
+    if not address.rpartition(":")[2].isdecimal():  # gRPC would take the port of HTTPS
+        raise RequestError("expected host:port, as in --server 127.0.0.1:8001")
     if arguments.tls_ca is None:
         if arguments.tls_cert is not None or arguments.tls_key is not None:
             raise RequestError("--tls-cert and --tls-key need --tls-ca")

@@ -155,6 +155,15 @@ def _need_packages(settings: ServerSettings) -> None:
                            "\n  Install them: pip install 'ingot-llm[serve]'") from None
 
 
+def _need_addresses(settings: ServerSettings) -> None:
+    """Raises RequestError for an address that cannot be had, before a large engine is loaded in vain."""
+    from ..servers.address import require_free
+
+    for protocol, address in (("gRPC", settings.grpc_address), ("HTTP", settings.http_address)):
+        if address is not None:
+            require_free(address, protocol)
+
+
 async def _serve(settings: ServerSettings, arguments: argparse.Namespace) -> int:
     from ..adapters.source import parse_named
     from ..executor.loading import LoadedEngine
@@ -168,6 +177,7 @@ async def _serve(settings: ServerSettings, arguments: argparse.Namespace) -> int
     fetch = _fetching(arguments)
     if fetch is not None:
         await asyncio.to_thread(fetch, reference)
+    _need_addresses(settings)
     engine = ServedEngine.of(LoadedEngine(reference, options, "full" if arguments.self_test else "none"))
     context = ServerContext(engine, arguments.model_name or engine.file.manifest["model"]["name"], settings)
     del engine  # the context alone decides how long it lives
@@ -183,6 +193,9 @@ async def _run(context: ServerContext, options: EngineOptions, lock: LockFile | 
     from ..servers.follow import Follower
     from ..servers.swap import Swapper
 
+    if context.settings.lora_folder is not None and context.adapters.room is None:
+        print("ingot: --lora-folder: this engine has no room for adapters, so that none can be loaded until one takes "
+              "over that has (ingot build --lora-max-rank)", file=sys.stderr, flush=True)
     context.swapper = Swapper(context, options, _kv_budget(context.current.facts, options, arguments.swap_min_kv))
     must_end = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -222,7 +235,9 @@ def _locked(lock: LockFile, name: str) -> str:
     """The hash that the name means. Raises RequestError."""
     move = lock.now().get(name)
     if move is None:
-        raise RequestError(f"{lock.path} has no engine named {name}; the names are: {', '.join(sorted(lock.now()))}")
+        names = ", ".join(sorted(lock.now()))
+        known = f"the names are: {names}" if names else "it has no names, or does not exist"
+        raise RequestError(f"{lock.path} has no engine named {name}; {known}")
     return move.hash
 
 

@@ -14,6 +14,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from ..errors import RequestError
 from . import control, kserve, trtllm, vllm
+from .address import require_free
 from .grpc_auth import BearerToken
 from .kv_events import KvEventRelay
 from .rpc import Call, Stopping, service_handler
@@ -137,6 +138,7 @@ def _services(context: ServerContext, relay: KvEventRelay | None,
 
 
 def _bind(server: aio.Server, address: str, settings: ServerSettings) -> int:
+    require_free(address, "gRPC")
     try:
         if settings.tls_certificate is None or settings.tls_key is None:
             return server.add_insecure_port(address)
@@ -146,8 +148,9 @@ def _bind(server: aio.Server, address: str, settings: ServerSettings) -> int:
         return server.add_secure_port(address, credentials)
     except (RuntimeError, ValueError) as error:
         told = str(error).partition("; set GRPC_VERBOSITY")[0].rstrip(".")  # which tells no more than is told here
-        raise RequestError(f"cannot serve gRPC at {address}: {told}.\n"
-                           "  Is the port in use? Port 0 takes any that is free.") from None
+        step = ("Is the port in use? Port 0 takes any that is free." if settings.tls_certificate is None
+                else "Are --tls-cert, --tls-key and --tls-client-ca PEM files, and the key that of the certificate?")
+        raise RequestError(f"cannot serve gRPC at {address}: {told}.\n  {step}") from None
 
 
 class _Reflection:

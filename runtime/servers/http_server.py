@@ -16,6 +16,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from ..errors import RequestError
 from .adapters_api import AdaptersApi
+from .address import cannot_serve, host_and_port
 from .context import ENGINE_HASH
 from .metrics_text import CONTENT_TYPE, render
 from .openai_api import ANSWERED_BY, OpenAiApi
@@ -72,7 +73,7 @@ class _Calls:
 
 async def start(context: ServerContext, address: str) -> HttpServer:
     """Bind `address` (host:port; port 0: any) and serve. Raises RequestError if it cannot be bound."""
-    host, port = _host_and_port(address)
+    host, port = host_and_port(address, "HTTP")
     calls = _Calls()
     app = web.Application(client_max_size=context.settings.max_message_bytes,
                           middlewares=[calls.middleware, _errors, _authentication(context.settings.auth_token)])
@@ -90,19 +91,12 @@ async def start(context: ServerContext, address: str) -> HttpServer:
         await site.start()
     except OSError as error:
         await runner.cleanup()
-        raise RequestError(f"cannot serve HTTP at {address}: {error.strerror or error}") from None
+        raise cannot_serve("HTTP", address, error) from None
     except BaseException:
         await runner.cleanup()
         raise
     bound = runner.addresses[0][1]
     return HttpServer(runner, f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}", calls)
-
-
-def _host_and_port(address: str) -> tuple[str, int]:
-    host, colon, port = address.rpartition(":")
-    if not colon or not port.isascii() or not port.isdecimal() or int(port) > 65535:
-        raise RequestError(f"the HTTP address is {address!r}; expected host:port, as in 127.0.0.1:8000 or [::1]:8000")
-    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def _tls(context: ServerContext) -> ssl.SSLContext | None:

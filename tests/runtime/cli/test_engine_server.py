@@ -141,6 +141,8 @@ def test_options_that_contradict_each_other(capsys: Capture, store: Store, tmp_p
                           (["--token-file", "/nowhere"], "cannot read /nowhere")):
         status, _, err = run(capsys, "engines", "swap", "a", "--server", "127.0.0.1:1", *argv)
         assert status == 2 and message in err
+    status, _, err = run(capsys, "engines", "status", "--server", "127.0.0.1")
+    assert status == 2 and "127.0.0.1: expected host:port" in err
     for argv, message in ((["prod", "--pull", "x"], "--pull goes with --follow"),
                           (["./x.engine", "--follow"], "is no name"),
                           (["nobody", "--follow"], "no engine named nobody"),

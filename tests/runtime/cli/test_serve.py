@@ -211,7 +211,10 @@ def test_for_people(mock_path: Path) -> None:
     (["--max-message-bytes", "5"], "--max-message-bytes is 5"),
     (["--drain-timeout", "nan"], "--drain-timeout is nan"),
     (["--log-requests", "/nowhere/log"], "cannot write the request log /nowhere/log"),
-    (["--http", "nonsense"], "nonsense"),
+    (["--http", "nonsense"], "cannot serve HTTP at nonsense: expected host:port"),
+    (["--grpc", "8001"], "cannot serve gRPC at 8001: expected host:port"),
+    (["--http", "192.0.2.1:0"], "cannot serve HTTP at 192.0.2.1:0: this machine has no such address"),
+    (["--grpc", "192.0.2.1:0"], "cannot serve gRPC at 192.0.2.1:0: this machine has no such address"),
 ])  # fmt: skip
 def test_what_is_refused(mock_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str) -> None:
     addresses = [] if "--http" in options else ["--http", "127.0.0.1:0"]

@@ -131,9 +131,9 @@ def test_services_can_be_left_out(tmp_path: Path) -> None:
 def test_a_second_server_on_the_same_port_is_refused(served: Replica) -> None:
     from ingot.runtime.servers import grpc_server
 
-    with pytest.raises(RequestError, match=f"cannot serve gRPC at {served.address}: [^;]*\\.\n  Is the port in use"):
+    with pytest.raises(RequestError, match=f"cannot serve gRPC at {served.address}: the port is in use"):
         served.run(grpc_server.start(served.context, served.address))
-    with pytest.raises(RequestError, match="cannot serve gRPC at nonsense"):
+    with pytest.raises(RequestError, match="cannot serve gRPC at nonsense: expected host:port"):
         served.run(grpc_server.start(served.context, "nonsense"))
 
 
@@ -251,7 +251,7 @@ def test_clients_may_have_to_show_a_certificate(tmp_path: Path, certificates: Pa
 
 def test_wrong_certificates_are_an_error_of_the_user(tmp_path: Path) -> None:
     settings = ServerSettings(tls_certificate=b"no certificate", tls_key=b"no key")
-    with pytest.raises(RequestError, match="cannot serve gRPC"), replica(tmp_path, settings=settings):
+    with pytest.raises(RequestError, match="Are --tls-cert, --tls-key"), replica(tmp_path, settings=settings):
         pass
 
 

@@ -17,8 +17,8 @@ import pytest
 
 from ingot.runtime.errors import IngotError, RequestError
 from ingot.runtime.executor.request import Draining, DuplicateRequest, EngineFailed, QueueFull
+from ingot.runtime.servers.address import host_and_port
 from ingot.runtime.servers.context import ServerSettings
-from ingot.runtime.servers.http_server import _host_and_port
 from tests.runtime.servers.scripted_engine import ANSWER, ScriptedRunner, outputs, start_at, tokenizer
 from tests.runtime.servers.scripted_engine import http as http_server
 
@@ -251,10 +251,10 @@ def test_tls(runner: ScriptedRunner, tmp_path: Path) -> None:
 
 
 def test_addresses_that_cannot_be_bound(runner: ScriptedRunner, tmp_path: Path) -> None:
-    assert _host_and_port("[::1]:80") == ("::1", 80)
+    assert host_and_port("[::1]:80", "HTTP") == ("::1", 80)
     for wrong in ("localhost", "localhost:http", "localhost:99999"):
         with pytest.raises(RequestError, match="host:port"):
-            _host_and_port(wrong)
+            host_and_port(wrong, "HTTP")
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(RequestError, match="cannot serve HTTP"):
         asyncio.run(start_at(tmp_path, runner, f"127.0.0.1:{taken.getsockname()[1]}"))
 
