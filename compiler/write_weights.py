@@ -58,6 +58,9 @@ class Rounding:
             raise RequestError(f"unknown quantization method {self.method!r}; known: {', '.join(METHODS)}")
         if self.method == "rtn" and self.text is not None:
             raise RequestError(f"weights that are rounded to nearest need no calibration text; leave {self.text} out")
+        if self.text is not None and not self.text.is_file():  # told now, not behind the import of a large model
+            raise RequestError(f"cannot read the calibration text {self.text}: "
+                               f"{'not a file' if self.text.exists() else 'there is no such file'}")
 
 
 def by_rank(weight: PackedWeight) -> list[PackedWeight]:

@@ -128,6 +128,8 @@ def test_an_encoder_decoder_model(bench: Bench, copy: Path) -> None:
     (("--precision", "w4a9"), ("unknown precision 'w4a9'", "fp32, bf16, int8, w4a8", "ingot targets")),
     (("--kv-precision", "fp8"), ("has no KV cache in 'fp8'", "it has: fp32, bf16")),
     (("--max-seq-len", "129"), ("max_seq_len 129 is beyond the 128 positions of tiny-llama",)),
+    (("--calibration", "nowhere.txt"), ("cannot read the calibration text nowhere.txt: there is no such file",)),
+    (("--jobs", "2"), ("goes with --recipe",)),
     (("--max-batch-size", "0"), ("max_batch_size must be at least 1, got 0",)),
 ], ids=lambda value: value[1] if value[0].startswith("--") else "")
 def test_wrong_requests(bench: Bench, tiny_checkpoint: Path, options: tuple[str, ...], told: tuple[str, ...]) -> None:

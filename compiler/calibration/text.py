@@ -37,7 +37,8 @@ def read_text(path: Path) -> CalibrationText:
         with open(path, encoding="utf-8") as file:
             documents = tuple(_jsonl(path, file)) if path.suffix == ".jsonl" else (file.read(MAX_CHARACTERS),)
     except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"cannot read the calibration text {path}: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise RequestError(f"cannot read the calibration text {path}: {reason}") from None
     if not any(document.strip() for document in documents):
         raise RequestError(f"{path} holds no text to calibrate with")
     return CalibrationText(path.name, documents)

@@ -126,6 +126,8 @@ def run(arguments: argparse.Namespace) -> int:
         if getattr(arguments, name) is None:
             raise RequestError(f"{'MODEL' if name == 'model' else f'--{name}'} is missing: "
                                "ingot build MODEL --target T --precision P, or ingot build --recipe FILE")
+    if arguments.jobs is not None:
+        raise RequestError("--jobs goes with --recipe: a single build uses all cores")
     request = BuildRequest(
         model=arguments.model, target=arguments.target, precision=arguments.precision, output=arguments.output,
         **_options(arguments), **{name: getattr(arguments, name) for name in _OF_ONE_BUILD} | {

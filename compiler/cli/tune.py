@@ -57,7 +57,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.rounds < 1:
         raise RequestError(f"--rounds is {arguments.rounds}; expected at least 1")
+    _require_options_of_one_kind(arguments)
     return _run_serving(arguments) if arguments.serving else _run_kernels(arguments)
+
+
+def _require_options_of_one_kind(arguments: argparse.Namespace) -> None:
+    """Raises RequestError for options that would mean nothing, before minutes are measured."""
+    if arguments.serving:
+        if arguments.output is not None or arguments.add or arguments.force:
+            raise RequestError("--serving writes no records: leave out -o, --add and --force")
+        return
+    for name in ("batch_sizes", "num_tokens", "num_requests", "max_itl_ms"):
+        if getattr(arguments, name) is not None:
+            raise RequestError(f"--{name.replace('_', '-')} goes with --serving; without it kernels are measured")
+    if arguments.output is not None and not arguments.output.parent.is_dir():
+        raise RequestError(f"{arguments.output}: the folder {arguments.output.parent} does not exist")
 
 
 def _run_kernels(arguments: argparse.Namespace) -> int:

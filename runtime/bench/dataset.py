@@ -22,7 +22,8 @@ def read_dataset(path: str, vocab_size: int | None = None, max_seq_len: int | No
     try:
         lines = Path("/dev/stdin" if path == "-" else path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"cannot read the data set {path!r}: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise RequestError(f"cannot read the data set {path!r}: {reason}") from None
     sessions = [_session(line, f"{path}, line {number}", vocab_size, max_seq_len)
                 for number, line in enumerate(lines, 1) if line.strip()]
     if not sessions:

@@ -130,6 +130,17 @@ def test_serving(speaking_engine: Callable[..., Path], capsys: pytest.CaptureFix
     assert "--batch-sizes 3: expected 1 to 2, for which the engine was built" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("options", "told"), [
+    (["--max-itl-ms", "20"], "--max-itl-ms goes with --serving"),
+    (["--serving", "-o", "x.json"], "--serving writes no records"),
+    (["-o", "nowhere/x.json"], "the folder nowhere does not exist"),
+])  # fmt: skip
+def test_options_that_mean_nothing_are_refused_before_the_work(options: list[str], told: str,
+                                                              capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "any.engine", *options]) == 2
+    assert told in capsys.readouterr().err
+
+
 def test_settings_of_a_grid() -> None:
     limits = Limits(max_batch_size=16, max_num_tokens=512, max_seq_len=2048)
     assert Grid().settings(limits) == [(b, t) for b in (4, 8, 16) for t in (128, 256, 512)]
