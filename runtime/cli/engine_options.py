@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import TYPE_CHECKING, Any
+
+from ..errors import RequestError
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -46,6 +49,10 @@ def load_adapter(engine: Engine, lora: str | None) -> str | None:
         return None
     from ..adapters.source import AdapterSource
 
+    name, equals, path = lora.partition("=")
+    if equals and "/" not in name and not os.path.exists(name + equals + path.partition("@")[0]):
+        raise RequestError(f"--lora {lora}: expected the adapter's folder alone, for there is one: --lora {path}\n"
+                           "  Names are for ingot serve.")
     return engine.adapters.load("lora", AdapterSource.parse(lora).read()).name
 
 

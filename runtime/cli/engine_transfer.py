@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -36,6 +37,9 @@ def pull_arguments(parser: argparse.ArgumentParser) -> None:
 
 def pull_engines(arguments: argparse.Namespace, store: Store) -> int:
     engines = arguments.engines or sorted(store.lock.now())
+    if "://" not in arguments.url and not os.path.isdir(arguments.url):
+        raise RequestError(f"{arguments.url}: no folder; expected one that ingot engines push has written, or "
+                           "oci://HOST/REPOSITORY")
 
     def one(remote: Any, engine: str, on_bytes: Callable[[int], None]) -> Transferred:
         known = store.lock.now().get(engine)

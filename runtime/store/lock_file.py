@@ -135,7 +135,7 @@ def before(moves: list[Move], steps: int = 1) -> Move:
     different = [move for move, _ in itertools.groupby((m for m in moves if m.hash), key=lambda move: move.hash)]
     last = {hash: next(m for m in reversed(moves) if m.hash == hash) for hash in different}
     if not 1 <= steps < len(different):
-        raise LockError(f"cannot go back {steps} changes: the name has had {max(0, len(different) - 1)}")
+        raise LockError(f"cannot go back by {steps}: the name's engine has changed {len(different) - 1} times")
     return last[different[-1 - steps]]
 
 

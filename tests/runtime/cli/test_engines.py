@@ -85,7 +85,7 @@ def test_rollback(capsys: Capture, two: tuple[str, str], store: Store) -> None:
     assert elapsed_s < 1, "milliseconds on a machine at rest"
     assert store.lock.now()["prod"].why == "too slow"
     status, _, err = run(capsys, "engines", "rollback", "prod", "-n", "5")
-    assert status == 2 and "the name has had 2" in err
+    assert status == 2 and "the name's engine has changed 2 times" in err
 
 
 def test_rollback_in_a_checkout_of_the_lock_file(capsys: Capture, two: tuple[str, str], tmp_path: Path,
@@ -159,6 +159,11 @@ def test_a_damaged_engine_is_not_exported(capsys: Capture, two: tuple[str, str],
     status, _, err = run(capsys, "engines", "export", "prod", "-o", tmp_path / "out.engine")
     assert status == 2 and sha256(b"b" * 5000) in err
     assert not list(tmp_path.glob("*out.engine*"))
+
+
+def test_pull_from_no_folder(capsys: Capture, two: tuple[str, str], tmp_path: Path) -> None:
+    status, _, err = run(capsys, "engines", "pull", str(tmp_path / "nowhere"), "prod")
+    assert status == 2 and f"{tmp_path / 'nowhere'}: no folder" in err
 
 
 def test_push_and_pull(capsys: Capture, two: tuple[str, str], tmp_path: Path) -> None:

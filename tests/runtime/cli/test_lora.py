@@ -65,6 +65,8 @@ def test_what_generate_refuses(roomy_path: Path, mock_path: Path, adapter: Path,
         (roomy_path, f"{adapter}@sha256:{'0' * 64}", "expected 0000"),
     ):
         assert words in refused(capsys, "generate", str(engine), "Hi", "--raw", "--lora", str(lora))
+    assert main(["generate", str(roomy_path), "Hi", "--raw", "--lora", f"mine={adapter}"]) == 2
+    assert f"for there is one: --lora {adapter}\n" in capsys.readouterr().err
 
 
 def test_serve(roomy_path: Path, adapter: Path, tmp_path: Path) -> None:
@@ -79,6 +81,14 @@ def test_serve(roomy_path: Path, adapter: Path, tmp_path: Path) -> None:
             assert json.load(response)["sha256"] == sha256
         server.signal(15)
         assert server.end()[0] == 0
+
+
+def test_serve_tells_that_no_adapter_can_be_loaded(mock_path: Path, tmp_path: Path) -> None:
+    """--lora-folder is no error with an engine that has no room: another, which has, may take over."""
+    with serve(mock_path, "--http", "127.0.0.1:0", "--lora-folder", str(tmp_path)) as server:
+        server.signal(15)
+        code, told = server.end()
+    assert code == 0 and "no room for adapters" in told
 
 
 def test_what_serve_refuses(roomy_path: Path, mock_path: Path, adapter: Path, tmp_path: Path,
