@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 
-from .bf16 import round_to_bf16
+from ..bf16 import round_to_bf16
 from .config import AdapterConfig, parse_config
 from .errors import AdapterError
 from .tensors import read_tensors

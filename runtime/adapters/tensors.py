@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from .bf16 import widen
+from ..bf16 import widen
 from .errors import AdapterError
 
 _MAX_HEADER_BYTES = 16 << 20

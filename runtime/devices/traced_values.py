@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
+from ..bf16 import widen
 from .plan_fields import DTYPES
 
 
@@ -38,7 +39,7 @@ def decode(data: np.ndarray, shape: Sequence[int], dtype: str) -> np.ndarray:
     """u8 [value_bytes] -> the value; bf16 and fp8 (e4m3) as float32."""
     array: np.ndarray = data.view(DTYPES[dtype]).reshape(shape)
     if dtype == "bf16":
-        return (array.astype(np.uint32) << 16).view(np.float32)
+        return widen(array)
     return _E4M3[array] if dtype == "fp8" else array
 
 

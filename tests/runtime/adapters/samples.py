@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ingot.runtime.adapters.adapter import CONFIG, WEIGHTS
-from ingot.runtime.adapters.bf16 import round_to_bf16, widen
+from ingot.runtime.bf16 import round_to_bf16, widen
 from ingot.runtime.lora import LoraModule, LoraRoom
 
 Q, V = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.v_proj"

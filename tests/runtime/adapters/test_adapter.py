@@ -14,8 +14,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from ingot.runtime.adapters.adapter import CONFIG, PICKLED, WEIGHTS, Adapter
-from ingot.runtime.adapters.bf16 import round_to_bf16, widen
 from ingot.runtime.adapters.errors import AdapterError
+from ingot.runtime.bf16 import round_to_bf16, widen
 from tests.runtime.adapters.samples import SHAPES, Q, V, config, matrices, names, room, safetensors, write_adapter
 
 

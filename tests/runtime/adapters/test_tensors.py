@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ingot.runtime.adapters.bf16 import round_to_bf16, widen
 from ingot.runtime.adapters.errors import AdapterError
 from ingot.runtime.adapters.tensors import read_tensors
+from ingot.runtime.bf16 import round_to_bf16, widen
 from tests.runtime.adapters.samples import safetensors
 
 TENSORS = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.array([[1.5]], np.float32)}
