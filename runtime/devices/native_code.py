@@ -49,7 +49,8 @@ def check_cpu(engine: EngineFile, machine: str | None = None, features: frozense
     if machine == needs_machine and not missing:
         return
     if machine != needs_machine:
-        reason = f"it needs a {needs_machine} machine, this one is {machine}"
+        article = "an" if needs_machine[:1] in "aeiou" else "a"
+        reason = f"it needs {article} {needs_machine} machine, this one is {machine}"
     else:
         reason = f"this CPU ({cpu_name()}) lacks {', '.join(missing)}"
     raise EngineMismatch(
