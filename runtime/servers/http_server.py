@@ -12,6 +12,7 @@ import tempfile
 from typing import TYPE_CHECKING
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler, Middleware
 
 from ..errors import RequestError
@@ -32,6 +33,17 @@ _OPEN_PATHS = ("/health", "/ready")
 # What a call that outlived the grace gets to see that it is cancelled.
 _CLOSING_S = 0.2
 _log = logging.getLogger(__name__)
+
+
+class _WithoutMalformed(logging.Filter):
+    """Bytes that are not HTTP, as of a gRPC client at the wrong port, have got their 400: no trace of this server."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+
+
+_http_log = logging.getLogger(f"{__name__}.connections")
+_http_log.addFilter(_WithoutMalformed())
 
 
 class HttpServer:
@@ -83,7 +95,7 @@ async def start(context: ServerContext, address: str) -> HttpServer:
                     web.get("/health", probes.health),
                     web.get("/ready", probes.ready), web.get("/metrics", probes.metrics)])
     # A client that goes away cancels its handler, and so its requests.
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, handle_signals=False,
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, handle_signals=False, logger=_http_log,
                            shutdown_timeout=_CLOSING_S)
     await runner.setup()
     try:

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import aiohttp
+from aiohttp.http_exceptions import HttpProcessingError
 
 from ...errors import RequestError
 from .driver import CallFailed, Delivery, Facts, Refused, ServerUnreachable
@@ -46,7 +47,7 @@ class HttpDriver:
                 entries = (await response.json())["data"]
                 names = [entry["id"] for entry in entries]
         except (aiohttp.ClientError, OSError, ValueError, KeyError, TypeError) as error:
-            raise ServerUnreachable(f"{self._url}/v1/models: {str(error) or type(error).__name__}") from None
+            raise ServerUnreachable(f"{self._url}/v1/models: {_reason(error)}") from None
         wanted = [*([self._model] if self._model is not None else []), *self._adapters]
         if not names or (missing := set(wanted) - set(names)):
             lacks = f"no model {min(missing)!r}" if names else "no model"
@@ -119,6 +120,12 @@ def _delivery(event: dict[str, Any]) -> Delivery:
     details = usage.get("prompt_tokens_details") or {}
     return Delivery(num_tokens, token_ids, usage["prompt_tokens"], details.get("cached_tokens"),
                     usage["completion_tokens"])
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, aiohttp.ClientResponseError) and isinstance(error.__cause__, HttpProcessingError):
+        return "what answers there speaks no HTTP.\n  Is it a port of gRPC? --url grpc://HOST:PORT"
+    return str(error) or type(error).__name__
 
 
 def _message(text: str) -> str:

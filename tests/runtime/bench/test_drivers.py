@@ -136,6 +136,12 @@ def test_tls_and_token(tmp_path: Path) -> None:
             run(GrpcDriver(server.address, None, str(certificate)), lambda driver: driver.facts())
 
 
+def test_http_at_a_port_of_grpc(tmp_path: Path) -> None:
+    wanted = r"speaks no HTTP(?s:.)*grpc://HOST:PORT"
+    with replica(tmp_path) as server, pytest.raises(ServerUnreachable, match=wanted):
+        run(HttpDriver(f"http://{server.address}"), lambda driver: driver.facts())
+
+
 def test_http_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = ScriptedRunner()
     monkeypatch.setattr("ingot.runtime.bench.bench._KV_PERIOD_S", 0.0)

@@ -259,6 +259,15 @@ def test_addresses_that_cannot_be_bound(runner: ScriptedRunner, tmp_path: Path) 
         asyncio.run(start_at(tmp_path, runner, f"127.0.0.1:{taken.getsockname()[1]}"))
 
 
+def test_bytes_that_are_not_http_leave_no_trace_in_the_log(address: str, caplog: pytest.LogCaptureFixture) -> None:
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port))) as client:
+        client.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(9))  # how a gRPC client begins
+        assert client.recv(100).startswith(b"HTTP/1.0 400 Bad Request")
+    assert call(address, "GET", "/ready")[0] == 200
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away_cancels_its_requests(address: str, runner: ScriptedRunner, stream: bool) -> None:
     runner.script = lambda request: outputs(request)[:2]
