@@ -51,7 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
     except BrokenPipeError:
         raise
     except OSError as error:  # a full disk, a folder that may not be written
-        raise WorkFailed(f"{store.folder}: {error}") from error
+        place = error.filename if error.filename is not None else store.folder
+        raise WorkFailed(f"{place}: {error.strerror or error}") from error
 
 
 # Names

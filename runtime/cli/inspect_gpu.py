@@ -43,8 +43,8 @@ def sass(engine: EngineFile, wanted: str) -> dict[str, Any]:
     kernels = {name: entry for name, entry in engine.plan.get("kernels", {}).items() if entry.get("code")}
     names = [wanted] if wanted in kernels else [name for name in kernels if wanted in name]
     if len(names) != 1:
-        found = "several kernels have" if names else "no kernel has"
-        raise RequestError(f"{found} {wanted!r} in their name; there are:\n  " + "\n  ".join(names or kernels))
+        found = f"several kernels have {wanted!r} in their names" if names else f"no kernel has {wanted!r} in its name"
+        raise RequestError(f"{found}; there are:\n  " + "\n  ".join(names or kernels))
     (name,) = names
     told = next((dict(entry) for entry in engine.manifest["kernels"] if entry.get("name") == name), {"name": name})
     code = engine.read(kernels[name]["code"])
