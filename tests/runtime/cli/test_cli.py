@@ -157,6 +157,7 @@ def test_targets(capsys: pytest.CaptureFixture[str]) -> None:
     (["generate", "{mock}", "x", "--temperature", "-1"], "temperature is -1.0; expected 0 to"),
     (["generate", "{mock}", "x", "--top", "1"], "unrecognized arguments: --top"),
     (["generate", "{mock}", "x", "--raw", "--system", "y"], "--system needs a chat"),
+    (["generate", "{mock}", "caf\udce9", "--raw"], "the prompt is no UTF-8 text at character 3"),
     (["generate", "{mock}", "x" * 50], "sequences of 48 at most"),
     (["generate", "{mock}", "x", "--kv-cache-tokens", "4"], "raise kv_cache_tokens"),
     (["build", "/no/model", "--target", "cpu:z80", "--precision", "fp32"], "unknown target 'cpu:z80'"),
