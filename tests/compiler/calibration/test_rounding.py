@@ -22,7 +22,10 @@ def test_what_contradicts_itself() -> None:
     assert BuildRequest("m", "cpu", "w4a8", calibrate=False).rounding == Rounding("rtn")
 
 
-def test_a_refit_rounds_as_the_build_did() -> None:
+def test_a_refit_rounds_as_the_build_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my.txt").write_text("a text")
+
     def asked(recipe: dict[str, object], text: Path | None = None) -> Rounding:
         return _rounding({"recipe": {"calibrate": True, "calibration": None, "quantization_method": "best"} | recipe},
                          RefitRequest(Path("x.engine"), "m", Path("y.engine"), calibration=text))

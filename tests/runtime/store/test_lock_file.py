@@ -76,7 +76,7 @@ def test_steps_back(moves: list[int], steps: int, expected: int) -> None:
 
 @pytest.mark.parametrize("steps", [-1, 0, 2])
 def test_no_step_beyond_the_history(steps: int) -> None:
-    with pytest.raises(LockError, match="the name has had 1"):
+    with pytest.raises(LockError, match="has changed 1 times"):
         before([pin(0), pin(1), pin(1)], steps)
 
 
