@@ -106,3 +106,15 @@ def test_generation_in_five_launches(interpreter: Interpreter, form: str, activa
     result = from_bf16(got["result"])
     assert np.sqrt(np.mean((result - wanted) ** 2) / np.mean(wanted**2)) < error
     assert not got["arrived"].any()
+
+
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
+def test_gates_that_make_their_input_are_not_pipelined_with_tcgen05(arch: str) -> None:
+    """Triton would write the next input while the second product may still read the one before."""
+    target = device(arch)
+    for norm, quantizes in ((EPS, False), (EPS, True), (None, True)):
+        form = "fp8" if quantizes else "bf16"
+        p = Linear(8, 4096, 4096, form, form, quantizes=quantizes, norm_eps=norm, gated="silu")
+        assert {c.launches[0].kernel.num_stages for c in linear_candidates(p, target).legal} == {1}
+    plain = Linear(8, 4096, 4096, "bf16", "bf16", gated="silu")
+    assert {c.launches[0].kernel.num_stages for c in linear_candidates(plain, target).legal} > {2}
