@@ -205,8 +205,8 @@ def _few_tokens(p: Problem, device: Device) -> list[Tile]:
         feature_steps = (128,)  # block-scaled tcgen05 takes no fewer; below, triton falls back to bf16
     elif defers(p.format, p.activation) and (p.gated or (p.sum_choices and not device.has_warpgroup_mma)):
         feature_steps = feature_steps[:1]  # four accumulators, or sums that are kept for several tokens
-    # An input that the kernel makes goes through one buffer to both products of a gate. In a pipeline triton 3.9.0 waits
-    # for the first of them alone before it writes the next: with tcgen05 the second may still be reading.
+    # An input that the kernel makes goes through one buffer to both products of a gate. In a pipeline triton 3.9.0
+    # waits for the first of them alone before it writes the next: with tcgen05 the second may still be reading.
     overwrites_input = p.gated and (p.norm_eps is not None or p.quantizes) and 100 <= device.capability < 120
     tiles = []
     for features, step in product(feature_steps, _channel_steps(p)):

@@ -117,4 +117,4 @@ def test_gates_that_make_their_input_are_not_pipelined_with_tcgen05(arch: str) -
         p = Linear(8, 4096, 4096, form, form, quantizes=quantizes, norm_eps=norm, gated="silu")
         assert {c.launches[0].kernel.num_stages for c in linear_candidates(p, target).legal} == {1}
     plain = Linear(8, 4096, 4096, "bf16", "bf16", gated="silu")
-    assert {c.launches[0].kernel.num_stages for c in linear_candidates(plain, target).legal} > {2}
+    assert min(c.launches[0].kernel.num_stages for c in linear_candidates(plain, target).legal) >= 2
