@@ -25,23 +25,13 @@ from ingot.compiler.targets import architectures
 from ingot.plugins.gpu.kernel import GpuKernel, TensorMap
 
 from .gpu_check.cases import MODULES, Case, list_cases
-from .gpu_check.kernels import device_tolerance
+from .gpu_check.kernels import Outcome, device_tolerance
 from .ptx.machine import Options
 from .ptx.runner import PtxRunner
 
 ARCHES = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 ALL_MODULES = (*MODULES, "test_select", "test_matmul")
 _DESCRIPTORS_SINCE = 90
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """status: "passed", "failed" or "skipped"; detail: why."""
-
-    name: str
-    status: str
-    detail: str
-    seconds: float
 
 
 @dataclass
@@ -77,7 +67,7 @@ def run_case(case: Case, compiler: PtxCompiler, options: Options, result: Result
     begin = time.perf_counter()
     status, detail = "passed", ""
     try:
-        with device_tolerance(case, runner, compiler.arch.name):  # type: ignore[arg-type]
+        with device_tolerance(case, runner, compiler.arch.name):
             case.run(runner)
     except CompileError as error:
         status, detail = "skipped", _reason(error)

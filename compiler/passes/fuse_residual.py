@@ -13,15 +13,12 @@ def fuse_residual(graph: Graph) -> Graph:
     The product and the sum are rounded once, together, and the sum is what goes to memory.
     """
     m = Matcher(graph)
-    order = {node.outputs[0]: number for number, node in enumerate(graph.nodes)}
     fused: dict[str, Node] = {}
     gone: set[str] = set()
     for node in graph.nodes:
-        found = [(product, other) for product, other in (node.inputs, node.inputs[::-1])
-                 if _may_add(m, product, other, gone)] if node.op == "add" else []
-        if found:
-            # Of two products the later one: the other is there when it runs.
-            product, other = max(found, key=lambda pair: order[str(pair[0])])
+        found = m.summand(node, lambda product, other: _may_add(m, product, other, gone))
+        if found is not None:
+            product, other = found
             linear = m.node(product, "linear")
             assert linear is not None
             gone.add(linear.output)

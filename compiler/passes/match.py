@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 
 from ..ir.graph import Graph, Node, Operand, through_reshapes
 from ..ir.types import TensorType
@@ -27,6 +28,20 @@ class Matcher:
         """The node that makes the value, if it is one of these operators."""
         node = self._producers.get(value) if isinstance(value, str) else None
         return node if node is not None and (not ops or node.op in ops) else None
+
+    @cached_property
+    def _order(self) -> dict[str, int]:
+        """Value -> its place among all that are made."""
+        return {value: number for number, value in enumerate(self._producers)}
+
+    def summand(self, node: Node, accepts: Callable[[Operand, Operand], bool]) -> tuple[str, Operand] | None:
+        """Of an addition the value for which accepts(value, the other one), and the other one; None if there is none.
+
+        Of two the one that is made later: the other is there when it is.
+        """
+        found = [(value, other) for value, other in (node.inputs, node.inputs[::-1])
+                 if isinstance(value, str) and accepts(value, other)] if node.op == "add" else []
+        return max(found, key=lambda pair: self._order[pair[0]], default=None)
 
     def type(self, value: Operand) -> TensorType:
         return self.graph.types[value] if isinstance(value, str) else TensorType(())

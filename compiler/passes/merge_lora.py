@@ -73,14 +73,12 @@ def add_residuals_first(graph: Graph) -> Graph:
     """add(lora_expand(linear(x, w), h), r) -> lora_expand(add(linear(x, w), r), h), where nothing else reads them: the
     matrix takes the residual in."""
     m = Matcher(graph)
-    order = {node.outputs[0]: number for number, node in enumerate(graph.nodes)}
     moved: dict[str, list[Node]] = {}
     gone: set[str] = set()
     for node in graph.nodes:
-        found = [(value, other) for value, other in (node.inputs, node.inputs[::-1])
-                 if _may_move(m, value, other, gone)] if node.op == "add" else []
-        if found:
-            value, other = max(found, key=lambda pair: order[str(pair[0])])
+        found = m.summand(node, lambda value, other: _may_move(m, value, other, gone))
+        if found is not None:
+            value, other = found
             expand = m.node(value, "lora_expand")
             assert expand is not None
             gone.add(expand.output)

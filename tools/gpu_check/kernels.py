@@ -3,10 +3,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -31,6 +31,13 @@ class Outcome:
     status: str
     detail: str
     seconds: float
+
+
+class Runner(Protocol):
+    """What runs a case. launched: kernels of its last run."""
+
+    @property
+    def launched(self) -> Collection[GpuKernel]: ...
 
 
 def check_kernels(cases: list[Case], runner: DeviceRunner, arch: str,
@@ -61,7 +68,7 @@ def _first_lines(error: Exception) -> str:
 
 
 @contextmanager
-def device_tolerance(case: Case, runner: DeviceRunner, arch: str) -> Iterator[None]:
+def device_tolerance(case: Case, runner: Runner, arch: str) -> Iterator[None]:
     """Sums may be off by what hardware does, for as long as the case runs."""
     original = getattr(case.module, "assert_close", None)
     if original is None:

@@ -4,7 +4,7 @@ What makes the machine worth running is tried too: kernels with an instruction l
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from ingot.compiler.gpu.triton_compile import PtxCompiler, PtxKernel
-from ingot.compiler.targets import architectures
 from ingot.plugins.gpu.kernel import GpuKernel
 from tools import ptx_check
 from tools.gpu_check.cases import Case, list_cases
@@ -41,18 +40,6 @@ CASES = {"sm_80": EVERYWHERE, "sm_89": E4M3,
 @cache
 def cases() -> dict[str, Case]:
     return {case.name: case for case in list_cases(ptx_check.ALL_MODULES)}
-
-
-@pytest.fixture(scope="module")
-def compilers() -> Iterator[Callable[[str], PtxCompiler]]:
-    """One compiling process an architecture; what it has compiled stays in the user's cache."""
-    held: dict[str, PtxCompiler] = {}
-
-    def compiler(arch: str) -> PtxCompiler:
-        return held.setdefault(arch, PtxCompiler(architectures()[arch]))
-    yield compiler
-    for one in held.values():
-        one.__exit__()
 
 
 @pytest.mark.parametrize("arch, name", [(arch, name) for arch, names in CASES.items() for name in names])

@@ -3,7 +3,7 @@ ones, which hold neither the widest products of wgmma nor the scaled ones of tcg
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from ingot.compiler.gpu.triton_compile import PtxCompiler, PtxKernel
-from ingot.compiler.targets import architectures
 from ingot.plugins.attention.tactics import Tile as AttentionTile
 from ingot.plugins.gpu.kernel import GpuKernel
 from ingot.plugins.linear.tactics import Problem, Tile
@@ -51,17 +50,6 @@ ATTENTION = [
     ("sm_100a", "bf16", AttentionTile(32, 64, 1, 8, 3), "tcgen05.mma.cta_group::1.kind::f16"),
 ]
 QUICK = {("sm_90a", "fp8"), ("sm_100a", "nvfp4"), ("sm_90a", "bf16")}
-
-
-@pytest.fixture(scope="module")
-def compilers() -> Iterator[Callable[[str], PtxCompiler]]:
-    held: dict[str, PtxCompiler] = {}
-
-    def compiler(arch: str) -> PtxCompiler:
-        return held.setdefault(arch, PtxCompiler(architectures()[arch]))
-    yield compiler
-    for one in held.values():
-        one.__exit__()
 
 
 def marked(rows: list[tuple[Any, ...]]) -> list[Any]:
