@@ -1,6 +1,7 @@
 """Builds engines for NVIDIA GPUs on this machine and tells how long each took and what is in it.
 
     python -m tools.gpu_builds engines --out FOLDER [--models smollm2 gemma3 mixtral] [--targets a100 …]
+                                                   [--precisions int4 …]
     python -m tools.gpu_builds plans [--models llama-3.1-8b …] [--targets h200 b200] [--precision fp8]
 
 `engines` builds the demo models and a random 2-layer mixtral for each target and precision, from nothing (no build
@@ -62,12 +63,16 @@ def run(model: str, target: str, precision: str, options: list[str], cache: Path
     return Build(model, target, precision, seconds, facts, (facts.get("error") or "").partition("\n")[0])
 
 
-def engines(models: list[str], targets: list[str], out: Path, warm: Path | None) -> Iterator[Build]:
+def engines(models: list[str], targets: list[str], precisions: list[str] | None, out: Path,
+            warm: Path | None) -> Iterator[Build]:
+    """Of the precisions that the table has for a target those asked for, None: all."""
     out.mkdir(parents=True, exist_ok=True)
     for model in models:
         folder = checkpoint(model, out)
         for target in targets:
             for precision in PRECISIONS.get(target, OTHERS):
+                if precisions is not None and precision not in precisions:
+                    continue
                 engine = out / f"{model}.{target}.{precision}.engine"
                 with tempfile.TemporaryDirectory(prefix="ingot-cold-") as cold:
                     yield run(model, target, precision, [str(folder), "-o", str(engine), "--force"], warm or Path(cold))
@@ -122,6 +127,7 @@ def main() -> int:
     parser.add_argument("what", choices=("engines", "plans"))
     parser.add_argument("--models", nargs="+", default=None)
     parser.add_argument("--targets", nargs="+", default=None)
+    parser.add_argument("--precisions", nargs="+", default=None, help="of engines")
     parser.add_argument("--precision", default="fp8", help="of plans")
     parser.add_argument("--out", type=Path, help="folder of the engines")
     parser.add_argument("--warm", type=Path, help="a folder of caches that all builds share")
@@ -129,7 +135,8 @@ def main() -> int:
     if asked.what == "engines" and asked.out is None:
         parser.error("engines needs --out FOLDER")
     columns = ENGINE_COLUMNS if asked.what == "engines" else PLAN_COLUMNS
-    builds = engines(asked.models or list(MODELS), asked.targets or list(TARGETS), asked.out, asked.warm) \
+    builds = engines(asked.models or list(MODELS), asked.targets or list(TARGETS), asked.precisions,
+                     asked.out, asked.warm) \
         if asked.what == "engines" else plans(asked.models or list(PLANS), asked.targets or ["h200", "b200"],
                                               asked.precision, asked.warm)
     print("| model | target | precision | " + " | ".join(columns) + " |")
