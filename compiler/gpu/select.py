@@ -4,7 +4,8 @@ A launch takes the longest of: its bytes at the device's bandwidth, less where t
 memory's latency, or where too few multiprocessors ask; what its blocks read through the second-level cache; its
 operations at the peak rate, and the instructions beside them at that of FP32, less where multiprocessors idle (too few
 blocks, or a last wave that is not full). Operations and instructions add up: in a step of a block the one waits for the
-other, and blocks beside it may hide that or not. Each launch costs its start.
+other, and blocks beside it may hide that or not. Each launch costs its start; where GPUs exchange values, also the way
+of the signals between them, and the bytes at the rate of their links.
 """
 from __future__ import annotations
 
@@ -22,6 +23,9 @@ LAUNCH_S = 2.0e-6
 
 LATENCY_S = 0.8e-6
 """From device memory under load: what is under way is bandwidth times this (Little's law)."""
+
+LINK_LATENCY_S = 2.0e-6
+"""From another GPU's memory, and until a signal that one sets is seen by the other; an order of magnitude."""
 
 _DIRECT_BYTES_A_THREAD = 32
 """Under way in registers, where a kernel copies nothing to shared memory."""
@@ -98,7 +102,8 @@ def _guessed(candidate: Candidate, launch: GpuLaunch, arch: Architecture) -> _Fo
 def _seconds(candidate: Candidate, gpu: Gpu, precision: str, footprint: Callable[[GpuLaunch], _Footprint]) -> float:
     """The cost of several launches is divided equally."""
     count, whole = len(candidate.launches), candidate.cost
-    each = Cost(whole.num_bytes / count, whole.flops / count, whole.cache_bytes / count, whole.instructions / count)
+    each = Cost(whole.num_bytes / count, whole.flops / count, whole.cache_bytes / count, whole.instructions / count,
+                whole.link_bytes / count, whole.link_waits / count)
     return sum(_launch_s(launch, footprint(launch), gpu, each, precision) for launch in candidate.launches)
 
 
@@ -112,4 +117,6 @@ def _launch_s(launch: GpuLaunch, block: _Footprint, gpu: Gpu, cost: Cost, precis
     busy = asking if waves == 1 else blocks / (waves * at_a_time)
     cache = gpu.num_sms * gpu.clock_hz * _CACHE_BYTES_A_CLOCK * busy
     arithmetic = cost.flops / gpu.flops_per_s(precision) + cost.instructions / gpu.instructions_per_s
-    return LAUNCH_S + max(cost.num_bytes / bandwidth, cost.cache_bytes / cache, arithmetic / busy)
+    return LAUNCH_S + cost.link_waits * LINK_LATENCY_S + max(
+        cost.num_bytes / bandwidth, cost.cache_bytes / cache, arithmetic / busy,
+        cost.link_bytes / min(gpu.link_bytes_per_s, cache))

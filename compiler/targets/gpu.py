@@ -46,6 +46,7 @@ class Architecture:
 @dataclass(frozen=True)
 class Gpu:
     """One device. tflops: operand type -> dense peak with 32-bit accumulation, in 10^12 operations a second.
+    link_gb_s: between it and the other GPUs of a host, in both directions together, in 10^9 bytes a second.
     sources: figure -> the document that gives it."""
 
     arch: Architecture
@@ -55,6 +56,7 @@ class Gpu:
     l2_mib: float
     tflops: dict[str, float]
     sources: dict[str, str]
+    link_gb_s: float
 
     @property
     def memory_bytes(self) -> int:
@@ -63,6 +65,11 @@ class Gpu:
     @property
     def bytes_per_s(self) -> float:
         return self.bandwidth_gb_s * 1e9
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        """That come in from other GPUs."""
+        return self.link_gb_s / 2 * 1e9
 
     @property
     def device(self) -> Device:
@@ -97,9 +104,10 @@ class Gpu:
             name: getattr(self.arch, name) for name in _LIMITS}}
 
 
-_FIGURES = ("num_sms", "memory_gib", "bandwidth_gb_s", "l2_mib", "tflops")
+_FIGURES = ("num_sms", "memory_gib", "bandwidth_gb_s", "l2_mib", "link_gb_s", "tflops")
 _KEYS = ("arch", "note", *_FIGURES, "sources")
 _LIMITS = tuple(f.name for f in fields(Architecture)[5:])
+_LEAST_LINK_GB_S, _LEAST_LINK = 64, "derived: PCI Express 4.0 of 16 lanes, where the file gives no figure"
 _CLOCKS_HZ = (0.5e9, 4e9)
 _CLOCK_RATIOS = (0.4, 1.2)
 """Clock that a matrix rate implies / that of fp32: from half (GeForce) to equal; with sparsity it is 1.7 to 2."""
@@ -124,6 +132,7 @@ def parse_gpu(name: str, entry: Any, where: str) -> tuple[Gpu, str]:
         raise refuse(f"expected a mapping of figures, got {entry!r}")
     if unknown := [str(key) for key in entry if key not in _KEYS]:
         raise refuse(f"unknown key {unknown[0]!r}; the keys are: {', '.join(_KEYS)}")
+    entry = _with_link(entry)
     if missing := [key for key in _KEYS if key not in entry]:
         raise refuse(f"{missing[0]!r} is missing")
     known = architectures()
@@ -142,7 +151,7 @@ def parse_gpu(name: str, entry: Any, where: str) -> tuple[Gpu, str]:
         raise refuse(f"tflops of unknown operand type {unknown[0]!r}; known: "
                      f"{', '.join(dict.fromkeys(_OPERAND_TYPES.values()))}")
     gpu = Gpu(arch, int(entry["num_sms"]), entry["memory_gib"], entry["bandwidth_gb_s"], entry["l2_mib"], dict(rates),
-              _sources(entry["sources"], refuse))
+              _sources(entry["sources"], refuse), entry["link_gb_s"])
     for precision in arch.precisions:
         if (kind := gpu.operand_type(precision)) not in rates:
             raise refuse(f"{arch.name} computes in {precision}, but tflops has no rate of {kind}")
@@ -153,6 +162,16 @@ def parse_gpu(name: str, entry: Any, where: str) -> tuple[Gpu, str]:
         if kind in arch.ops_per_clock:
             _check_rate(gpu, kind, refuse)
     return gpu, str(entry["note"])
+
+
+def _with_link(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    """With the slowest link that a GPU of these architectures has, where the entry tells of none."""
+    if "link_gb_s" in entry:
+        return entry
+    found = {**entry, "link_gb_s": _LEAST_LINK_GB_S}
+    if isinstance(entry.get("sources"), Mapping):
+        found["sources"] = {**entry["sources"], _LEAST_LINK: ["link_gb_s"]}
+    return found
 
 
 def _check_rate(gpu: Gpu, kind: str, refuse: Any) -> None:

@@ -2,13 +2,17 @@
 
 TRITON_INTERPRET=1 must stand in the environment before triton is first imported; such a process cannot compile. What
 kernels do only on hardware (copies that run ahead, blocks side by side) is not interpreted: blocks run one by one, in
-the order of their numbers, and a kernel that waits for a later block would hang.
+the order of their numbers, and a kernel that waits for a later block would hang. Launches of several GPUs that wait for
+each other run in threads.
 """
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,7 +21,11 @@ from .generated import module_of
 from .kernel import GpuKernel, GpuLaunch, TensorMap
 
 _lock = threading.Lock()
-"""The interpreter keeps the number of the block that runs in one place for the whole process."""
+"""The interpreter keeps the number of the block that runs in one place for the whole process; run_together gives each
+of its threads one."""
+
+_SWITCH_S = 1e-4
+"""A thread that waits for another one lets go after this time."""
 
 
 def run(launch: GpuLaunch, arguments: Mapping[str, int | float]) -> None:
@@ -36,11 +44,15 @@ class Prepared:
 
     def run(self) -> None:
         """Every block. Raises whatever the kernel raises, with a note of the block that did."""
+        with _lock:
+            self._run()
+
+    def _run(self) -> None:
         import numpy as np
         from triton.runtime.interpreter import interpreter_builder
 
         last_x, last_y, last_z = self.grid
-        with _lock, np.errstate(all="ignore"):
+        with np.errstate(all="ignore"):
             interpreter_builder.set_grid_dim(*self.grid)
             for x in range(last_x):
                 for y in range(last_y):
@@ -51,6 +63,67 @@ class Prepared:
                         except Exception as error:
                             error.add_note(f"in block ({x}, {y}, {z}) of {self.symbol}, grid {self.grid}")
                             raise
+
+
+def run_together(launches: Sequence[Prepared], give_up: Callable[[], None], limit_s: float) -> None:
+    """One launch of each of several GPUs, which wait for each other.
+
+    give_up lets those go on that wait; it is called when one has failed, or none is through after limit_s. Raises what
+    the first has raised, TimeoutError.
+    """
+    failures: list[Exception] = []
+
+    def run(launch: Prepared) -> None:
+        try:
+            launch._run()
+        except Exception as error:
+            failures.append(error)
+            give_up()
+
+    interval = sys.getswitchinterval()
+    threads = [threading.Thread(target=run, args=(launch,), daemon=True) for launch in launches]
+    with _lock, _blocks_by_thread():
+        sys.setswitchinterval(_SWITCH_S)
+        try:
+            for thread in threads:
+                thread.start()
+            late = _join(threads, limit_s)
+            if late:
+                give_up()
+                _join(threads, limit_s)
+        finally:
+            sys.setswitchinterval(interval)
+    if failures:
+        raise failures[0]
+    if late:
+        names = ", ".join(dict.fromkeys(launch.symbol for launch in launches))
+        raise TimeoutError(f"{names}: {len(launches)} GPUs still wait for each other after {limit_s:g} s")
+
+
+def _join(threads: Sequence[threading.Thread], limit_s: float) -> bool:
+    """Whether some still run after that time."""
+    end = time.monotonic() + limit_s
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    return any(thread.is_alive() for thread in threads)
+
+
+@contextmanager
+def _blocks_by_thread() -> Iterator[None]:
+    """Each thread has a block number of its own."""
+    from triton.runtime.interpreter import interpreter_builder
+
+    kind, places = type(interpreter_builder), threading.local()
+
+    def of_thread(name: str) -> property:
+        return property(lambda builder: getattr(places, name), lambda builder, value: setattr(places, name, value))
+
+    interpreter_builder.__class__ = type(kind.__name__, (kind,), {name: of_thread(name)
+                                                                 for name in ("grid_idx", "grid_dim")})
+    try:
+        yield
+    finally:
+        interpreter_builder.__class__ = kind
 
 
 def prepare(kernel: GpuKernel, grid: tuple[int, int, int], arguments: Mapping[str, int | float]) -> Prepared:

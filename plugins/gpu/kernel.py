@@ -82,24 +82,30 @@ class GpuLaunch:
     grid           blocks in x, y, z; for a token bucket it covers the bucket's largest step
     scratch_bytes  memory that launches of one plan share, for partial results; zeroed if `zeroed_bytes` > 0: so many of
                    its first bytes must be zero before the first launch, and every launch leaves them zero
+    signal_bytes   memory that the GPUs of a tensor-parallel engine write to each other, which launches of one plan
+                   share: zero before the first launch, and kept from launch to launch
     """
 
     kernel: GpuKernel
     grid: tuple[int, int, int]
     scratch_bytes: int = 0
     zeroed_bytes: int = 0
+    signal_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class Cost:
     """What a launch moves and computes. num_bytes counts each operand as often as it comes from device memory,
     cache_bytes as often as it comes to a multiprocessor. flops: of the products. instructions: of threads beside them,
-    where they are so many that they may be waited for."""
+    where they are so many that they may be waited for. link_bytes: that other GPUs send to this one; link_waits: how
+    often it waits for what is on its way from there."""
 
     num_bytes: float
     flops: float
     cache_bytes: float = 0.0
     instructions: float = 0.0
+    link_bytes: float = 0.0
+    link_waits: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,10 @@ class Launch:
             self.global_races.barrier(block.of_launch)
 
     def _wave(self, blocks: list[Block], together: int) -> None:
+        Scheduler(self, self.groups(blocks, together), blocks).run()
+
+    def groups(self, blocks: list[Block], together: int) -> list[Group]:
+        """Of blocks that run side by side, so many of them to a group."""
         self.shared_access = SharedAccess(len(blocks), self.shared_bytes, self.races)
         for number, block in enumerate(blocks):
             block.number, block.shared, block.alive = number, self.shared_access.block(number), self.num_threads
@@ -100,7 +104,7 @@ class Launch:
             chosen = [(block, warp) for block in blocks[begin : begin + together] for warp in range(self.num_warps)]
             for part in [[one] for one in chosen] if self.alone else [chosen]:
                 groups.append(Group(self, part))
-        Scheduler(self, groups, blocks).run()
+        return groups
 
     def register_file(self, blocks: list[Block], warps: list[int]) -> dict[int, np.ndarray]:
         """All registers of these warps; those that the program writes hold poison, the others what they stand for."""

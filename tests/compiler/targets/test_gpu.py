@@ -36,7 +36,7 @@ def test_figures_are_plausible(target: Target) -> None:
     flops_per_byte = gpu.flops_per_s("bf16") / gpu.bytes_per_s
     assert 70 < flops_per_byte < 425
     assert gpu.tflops["bf16"] == gpu.tflops["fp16"]
-    assert set(gpu.sources) == {"num_sms", "memory_gib", "bandwidth_gb_s", "l2_mib", "tflops"}
+    assert set(gpu.sources) == {"num_sms", "memory_gib", "bandwidth_gb_s", "l2_mib", "link_gb_s", "tflops"}
     assert gpu.arch.shared_per_block < gpu.arch.shared_per_sm <= 228 * 1024
 
 
@@ -109,6 +109,7 @@ def test_a_users_own_target(tmp_path: Path) -> None:
     target = find_target(str(one))
     assert (target.name, target.isa, target.kind) == ("mine", "sm_89", "cuda")
     assert target.gpu is not None and target.gpu.sources["l2_mib"] == "deviceQuery"
+    assert target.gpu.link_bytes_per_s == 32e9 and target.gpu.sources["link_gb_s"].startswith("derived: PCI Express 4.0")
     two = write(tmp_path / "two.yaml", first=MINE, second=MINE | {"num_sms": 60})
     assert find_target(f"{two}:second").gpu.num_sms == 60  # type: ignore[union-attr]
     with pytest.raises(UnknownTarget, match=r"several targets: first, second[\s\S]*two\.yaml:first"):
