@@ -1,6 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""What makes Triton's interpreter several times faster: it describes the same types again for every operation of every
-block, converts numbers bit by bit, and replaces the functions of triton.language for every call of a function."""
+"""What makes Triton's interpreter several times faster: it describes the same types and makes the same constants again
+for every operation of every block, converts numbers bit by bit, and replaces the functions of triton.language for every
+call of a function."""
 from __future__ import annotations
 
 import dataclasses
@@ -12,8 +13,8 @@ _installed = False
 
 
 def install(check_overflow: bool) -> None:
-    """Before the first kernel runs; later calls do nothing. check_overflow: whether an index that overflows is an
-    error, which takes nearly as long again as everything else."""
+    """Before the first kernel runs; later calls do nothing. check_overflow: whether a sum, a difference or a product of
+    integers that overflows is an error, of masked elements too."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -24,12 +25,13 @@ def install(check_overflow: bool) -> None:
     # The interpreter would put the original functions back after each launch, and look them all up again for the next.
     interpreter._patch_lang(FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core}))
     interpreter._patch_lang = lambda function: interpreter._LangPatchScope()
-    if not check_overflow:
-        builder = interpreter.interpreter_builder
-        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=check_overflow)
     _share_types(tl)
     _share_dtypes(tl, interpreter)
     _convert_at_once(tl, interpreter)
+    _check_overflow_at_once(interpreter)
+    _convert_operands_once(tl, interpreter)
 
 
 def _share_types(tl) -> None:
@@ -96,6 +98,53 @@ def _convert_at_once(tl, interpreter) -> None:
         return convert(data, source, target, rounding_mode) if found is None else found(np.ascontiguousarray(data))
 
     interpreter._convert_float = convert_float
+
+
+def _check_overflow_at_once(interpreter) -> None:
+    """The interpreter's own check takes ten operations for each, and then tells nothing unless it is built to debug."""
+    import numpy as np
+
+    operations = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+
+    def check(self, lhs, rhs, binary_op) -> None:
+        kind = lhs.type.scalar
+        if not 1 < kind.int_bitwidth < 64 or not self.builder.options.sanitize_overflow:
+            return
+        wide = operations[binary_op.__name__](lhs.handle.data, rhs.handle.data, dtype=np.int64)
+        if wide.size and (wide.max() > kind.get_int_max_value() or wide.min() < kind.get_int_min_value()):
+            raise OverflowError(f"{binary_op.__name__} of {kind} gives numbers from {wide.min()} to {wide.max()}")
+
+    type(interpreter.interpreter_semantic).binary_op_sanitize_overflow_impl = check
+
+
+def _convert_operands_once(tl, interpreter) -> None:
+    """Two operands of one shape and element type, which most are, need neither conversion nor broadcasting; a number
+    beside a tensor becomes the same tensor every time."""
+    semantic = type(interpreter.interpreter_semantic)
+    check = semantic.binary_op_type_checking_impl
+    kept = frozenset(("fp32", "fp64", *tl.dtype.SINT_TYPES, *tl.dtype.UINT_TYPES))
+
+    def beside(self, tensor, number, first: bool, rest) -> Any:
+        known = vars(tensor.type).setdefault("numbers_beside", {})
+        key = (type(number), number or str(number), first, rest)  # 0.0 and -0.0 are equal
+        if (found := known.get(key)) is None:
+            pair = check(self, number, tensor, *rest) if first else check(self, tensor, number, *rest)
+            if pair[first] is not tensor:
+                return pair
+            found = known[key] = pair[not first]
+        return (found, tensor) if first else (tensor, found)
+
+    def checked(self, lhs, rhs, *rest, **named) -> Any:
+        is_tensor = isinstance(lhs, tl.tensor), isinstance(rhs, tl.tensor)
+        if named or not any(is_tensor):
+            return check(self, lhs, rhs, *rest, **named)
+        if not all(is_tensor):
+            return beside(self, lhs, rhs, False, rest) if is_tensor[0] else beside(self, rhs, lhs, True, rest)
+        if lhs.dtype.name in kept and (lhs.type is rhs.type or vars(lhs.type) is vars(rhs.type)):
+            return lhs, rhs
+        return check(self, lhs, rhs, *rest)
+
+    semantic.binary_op_type_checking_impl = checked
 
 
 def is_interpreting() -> bool:

@@ -18,6 +18,20 @@ def reads_beyond(x, y, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def overflows(x, y, FACTOR: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(y + at, tl.load(x + at) * FACTOR)
+
+
+@triton.jit
+def zeros_beside(x, y, BLOCK: tl.constexpr):
+    """y [2, BLOCK] = x * 0, x * -0."""
+    at = tl.arange(0, BLOCK)
+    tl.store(y + at, tl.load(x + at) * 0.0)
+    tl.store(y + BLOCK + at, tl.load(x + at) * -0.0)
+
+
+@triton.jit
 def narrow(x, y, TO: tl.constexpr, BLOCK: tl.constexpr):
     """fp8 where the architecture has it, e4m3 in any case."""
     at = tl.arange(0, BLOCK)

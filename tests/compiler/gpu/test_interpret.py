@@ -51,6 +51,27 @@ def test_reading_beyond_an_array_is_an_error(interpreter: Interpreter) -> None:
         own.run([(GpuLaunch(kernel, (1, 1, 1)), {})], {"x": np.zeros(4096, np.float32), "y": np.zeros(16, np.float32)})
 
 
+@pytest.mark.parametrize(("kind", "factor", "fits"), [
+    ("int32", 65_537, 32_767), ("int32", -65_537, 32_767), ("int16", 255, 128), ("uint32", 65_537, 65_535)])
+def test_numbers_that_overflow_are_an_error(interpreter: Interpreter, kind: str, factor: int, fits: int) -> None:
+    name = kind.replace("uint", "u").replace("int", "i")
+    kernel = GpuKernel("overflows", MODULE, "overflows", (("x", f"*{name}"), ("y", f"*{name}")),
+                       (("FACTOR", factor), ("BLOCK", 16)))
+    x = np.full(16, fits, kind)
+    launch, out = GpuLaunch(kernel, (1, 1, 1)), np.zeros(16, kind)
+    assert (interpreter.run([(launch, {})], {"x": x, "y": out})["y"] == fits * factor).all()
+    x[7] += 1
+    with pytest.raises(InterpreterError, match=f"overflows: OverflowError: mul of {kind}"):
+        interpreter.run([(launch, {})], {"x": x, "y": out})
+
+
+def test_numbers_that_are_equal_but_not_the_same(interpreter: Interpreter) -> None:
+    kernel = GpuKernel("zeros_beside", MODULE, "zeros_beside", (("x", "*fp32"), ("y", "*fp32")), (("BLOCK", 16),))
+    out = interpreter.run([(GpuLaunch(kernel, (1, 1, 1)), {})],
+                          {"x": np.ones(16, np.float32), "y": np.ones((2, 16), np.float32)})["y"]
+    assert (out == 0).all() and np.signbit(out).tolist() == [[False] * 16, [True] * 16]
+
+
 def test_errors_are_told(interpreter: Interpreter) -> None:
     kernel = GpuKernel("lost", MODULE, "lost", (("x", "*fp32"),), ())
     with pytest.raises(InterpreterError, match="lost: AttributeError"):
