@@ -36,10 +36,11 @@ _log = logging.getLogger(__name__)
 
 
 class _WithoutMalformed(logging.Filter):
-    """Bytes that are not HTTP, as of a gRPC client at the wrong port, have got their 400: no trace of this server."""
+    """Bytes that are not HTTP, as of a gRPC client at the wrong port, and bodies that are not what their headers say,
+    have got their 400: no trace of this server."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+        return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError | web.RequestPayloadError))
 
 
 _http_log = logging.getLogger(f"{__name__}.connections")
@@ -183,6 +184,9 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         text = f"{request.method} {request.path[:200]}: {error.reason}"
         return _error_response(ApiError(error.status, text, code="unknown_url" if error.status == 404 else None),
                                {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {})
+    except web.RequestPayloadError:  # nothing that follows on this connection can be understood
+        error = ApiError(400, "the body cannot be read: it is not what its Content-Encoding or Transfer-Encoding says")
+        return _error_response(error, {"Connection": "close"})
     except ConnectionError:
         raise  # the client has gone
     except Exception:

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
@@ -33,6 +33,9 @@ from .openai_forms import ChatForms
 from .openai_request import Call, parse_chat, parse_completion, unknown_model
 from .openai_response import DONE, Answer, Envelope, EventWriter, Usage, to_json
 from .served import ServedEngine
+
+if TYPE_CHECKING:
+    from ..tokenizer import Tokenizer
 
 _STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache",
                    "X-Accel-Buffering": "no"}
@@ -98,8 +101,9 @@ class OpenAiApi:
         with self._engine(request) as engine:
             call = parse_completion(body, self._context.adapters.models, _sampling_defaults(engine.generation_config),
                                     engine.limits.max_seq_len)
+            _check_count(engine, len(call.prompts))
             prompts = [prompt if isinstance(prompt, list) else await text_ids(
-                engine, prompt, f"prompt[{index}]" if len(call.prompts) > 1 else "prompt")
+                engine, prompt, f"prompt[{index}]" if len(call.prompts) > 1 else "prompt", engine.limits.max_seq_len)
                        for index, prompt in enumerate(call.prompts)]
             return await self._answer(request, engine, call, prompts)
 
@@ -109,7 +113,7 @@ class OpenAiApi:
             call = parse_chat(body, self._context.adapters.models, _sampling_defaults(engine.generation_config),
                               engine.limits.max_seq_len)
             form = None if call.tools is None else await self._forms.tools(engine)
-            prompt = await chat_ids(engine, call.messages, call.template)
+            prompt = await chat_ids(engine, call.messages, call.template, engine.limits.max_seq_len)
             call = await self._forms.read(engine, call, form, prompt)
             if call.fills_room:
                 room = max(1, engine.default_len - len(prompt))
@@ -284,18 +288,41 @@ def _api_error(error: IngotError) -> ApiError:
     return ApiError(500, str(error), code="request_failed")
 
 
-async def text_ids(engine: ServedEngine, text: str, name: str, add_special_tokens: bool = True) -> list[int]:
-    """The token ids of a text; name: the field that it stands in. Raises ApiError."""
+def _check_count(engine: ServedEngine, num_prompts: int) -> None:
+    """Raises ApiError for more prompts than could ever wait together, before the work of encoding them."""
+    most = engine.engine.stats().max_queue_size
+    if num_prompts > most:
+        raise invalid("prompt", f"prompt: {num_prompts} prompts; this server takes {most} in a request at most "
+                                "(ingot serve --max-queue-size)")
+
+
+async def text_ids(engine: ServedEngine, text: str, name: str, longest: int | None = None,
+                   add_special_tokens: bool = True) -> list[int]:
+    """The token ids of a text; name: the field that it stands in. Raises ApiError, for one that has surely more than
+    `longest` tokens too: megabytes take minutes to encode."""
     tokenizer = engine.tokenizer
     if tokenizer is None:
         raise invalid(name, f"{name}: this engine has no tokenizer; give token ids")
+
+    def ids() -> list[int]:
+        _check_length(tokenizer, text, name, longest)
+        return tokenizer.encode(text, add_special_tokens)
+
     # Long texts take long, and the loop has other requests to serve.
-    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
+    return await asyncio.to_thread(ids)
 
 
-async def chat_ids(engine: ServedEngine, messages: Sequence[Message] | None,
-                   template: Mapping[str, Any]) -> list[int]:
-    """The token ids of a chat. Templates come with models: they run on a thread of their own. Raises ApiError."""
+def _check_length(tokenizer: Tokenizer, text: str, name: str, longest: int | None) -> None:
+    if longest is not None and tokenizer.surely_exceeds(text, longest):
+        raise invalid(name, f"{name}: {len(text):,} characters are more than the {longest:,} tokens that this engine "
+                            "takes at most can hold.\n  Shorten it, or build the engine with a larger --max-seq-len.",
+                      "context_length_exceeded")
+
+
+async def chat_ids(engine: ServedEngine, messages: Sequence[Message] | None, template: Mapping[str, Any],
+                   longest: int | None = None) -> list[int]:
+    """The token ids of a chat. Templates come with models: they run on a thread of their own. longest: as text_ids.
+    Raises ApiError."""
     tokenizer = engine.tokenizer
     if tokenizer is None or not tokenizer.has_chat_template or messages is None:
         raise invalid("messages", "messages: this engine has no chat template; use /v1/completions with the whole "
@@ -303,7 +330,9 @@ async def chat_ids(engine: ServedEngine, messages: Sequence[Message] | None,
 
     def ids() -> list[int]:
         # The template writes BOS and its like itself.
-        return tokenizer.encode(tokenizer.chat(messages, **template), add_special_tokens=False)
+        text = tokenizer.chat(messages, **template)
+        _check_length(tokenizer, text, "messages", longest)
+        return tokenizer.encode(text, add_special_tokens=False)
 
     try:
         return await asyncio.to_thread(ids)

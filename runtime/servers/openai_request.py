@@ -4,6 +4,7 @@ A field that is not known is an error that names it, as at OpenAI: a misspelt on
 null counts as absent.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -279,8 +280,8 @@ def _delivery(body: dict[str, Any]) -> dict[str, Any]:
                           "unknown_parameter")
         fields.boolean(f"stream_options.{name}", value)
     timeout_s = body.get("timeout_s")
-    if timeout_s is not None and timeout_s <= 0:
-        raise invalid("timeout_s", f"timeout_s is {timeout_s:g}; expected more than 0")
+    if timeout_s is not None and not 0 < timeout_s < math.inf:  # 1e999 is a number in JSON
+        raise invalid("timeout_s", f"timeout_s is {timeout_s:g}; expected seconds, more than 0")
     return {"stream": stream, "include_usage": options.get("include_usage", False),
             "return_token_ids": body.get("return_token_ids", False), "priority": body.get("priority", 0),
             "cache_salt": body.get("cache_salt"), "timeout_s": timeout_s}

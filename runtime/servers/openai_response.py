@@ -88,11 +88,11 @@ def completion_logprobs(tokens: Sequence[TokenLogprobs | None], token_ids: Seque
                         offsets: Offsets) -> dict[str, Any]:
     """offsets: those of the answer, moved on. Of a None only the token is told: it has no probability."""
     tops = [None if token is None else {
-        names.text(token.token_id): _finite(token.logprob),
-        **{names.text(top): _finite(logprob)
+        names.whole(token.token_id): _finite(token.logprob),
+        **{names.whole(top): _finite(logprob)
            for top, logprob in zip(token.top_ids[:count], token.top_logprobs, strict=False)},
     } for token in tokens]
-    return {"tokens": [names.text(token_id) for token_id in token_ids],
+    return {"tokens": [names.whole(token_id) for token_id in token_ids],
             "token_logprobs": [None if token is None else _finite(token.logprob) for token in tokens],
             "top_logprobs": tops, "text_offset": [offsets.next(names.bytes(token_id)) for token_id in token_ids]}
 

@@ -75,7 +75,7 @@ async def _ids(engine: ServedEngine, body: dict[str, Any]) -> list[int]:
         if {"add_generation_prompt", "chat_template_kwargs", "tools"} & set(body):
             raise invalid("messages", "messages: missing; add_generation_prompt, chat_template_kwargs and tools are "
                                       "for chats")
-        return await text_ids(engine, body["prompt"], "prompt", body.get("add_special_tokens", True))
+        return await text_ids(engine, body["prompt"], "prompt", None, body.get("add_special_tokens", True))
     if body.get("add_special_tokens"):
         raise invalid("add_special_tokens", "add_special_tokens: the chat template writes them itself")
     messages = [chat_message(f"messages[{index}]", message) for index, message in enumerate(body["messages"])]

@@ -16,7 +16,14 @@ from typing import Any
 import pytest
 
 from ingot.runtime.errors import IngotError, RequestError
-from ingot.runtime.executor.request import Draining, DuplicateRequest, EngineFailed, QueueFull
+from ingot.runtime.executor.request import (
+    Draining,
+    DuplicateRequest,
+    EngineFailed,
+    QueueFull,
+    RequestOutput,
+    TokenLogprobs,
+)
 from ingot.runtime.servers.address import host_and_port
 from ingot.runtime.servers.context import ServerSettings
 from tests.runtime.servers.scripted_engine import ANSWER, ScriptedRunner, outputs, start_at, tokenizer
@@ -107,6 +114,8 @@ def test_models(address: str) -> None:
     ({"prompt": "a", "best_of": 2}, "best_of", "invalid_value"),
     ({"prompt": "a", "suffix": "b"}, "suffix", "unsupported_parameter"),
     ({"prompt": "a", "timeout_s": 0}, "timeout_s", "invalid_value"),
+    (b'{"prompt": "a", "timeout_s": 1e999}', "timeout_s", "invalid_value"),
+    ({"prompt": ["a"] * 65}, "prompt", "invalid_value"),
     ({"prompt": "a", "response_format": {"type": "xml"}}, "response_format.type", "invalid_value"),
     ({"prompt": "a", "structured_outputs": {"regex": ""}}, "structured_outputs", "invalid_value"),
     ({"prompt": "a", "structured_outputs": {}}, "structured_outputs", "invalid_value"),
@@ -139,6 +148,34 @@ def test_wrong_requests_name_the_field(address: str, body: Any, param: str | Non
 def test_wrong_chats_name_the_field(address: str, body: Any, param: str) -> None:
     status, _, answer = call(address, "POST", "/v1/chat/completions", body)
     assert (status, answer["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("body", [{"prompt": "a" * 100_000},
+                                  {"messages": [{"role": "user", "content": "a" * 100_000}]}])
+def test_a_text_that_is_far_too_long_is_not_encoded(address: str, body: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(tokenizer()), "encode", None)
+    status, _, answer = call(address, "POST", "/v1/chat/completions" if "messages" in body else "/v1/completions", body)
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    assert answer["error"]["param"] in body and "1,000 tokens" in answer["error"]["message"]
+
+
+def test_a_body_that_is_not_as_its_headers_say_is_the_clients_fault(address: str,
+                                                                    caplog: pytest.LogCaptureFixture) -> None:
+    status, headers, answer = call(address, "POST", "/v1/completions", b"none", {"Content-Encoding": "gzip"})
+    assert (status, headers["Connection"]) == (400, "close") and "Content-Encoding" in answer["error"]["message"]
+    assert not caplog.records
+
+
+def test_tokens_of_half_a_character_are_told_apart(address: str, runner: ScriptedRunner) -> None:
+    """Else the alternatives of a token would hide each other, and itself."""
+    first, second = tokenizer().encode("\U0001f600")[0], tokenizer().encode("\xe9")[0]
+    runner.script = lambda request: [RequestOutput(
+        request.request_id, 0, [first], "\ufffd", 2, 0, 1, [TokenLogprobs(first, -3.0, 3, [second, 0], [-0.5, -2.0])],
+        finish_reason="length")]
+    _, _, answer = complete(address, logprobs=2)
+    told = answer["choices"][0]["logprobs"]
+    assert told["tokens"] == ["bytes:\\xf0"]
+    assert told["top_logprobs"][0] == {"bytes:\\xf0": -3.0, "bytes:\\xc3": -0.5, "!": -2.0}
 
 
 def test_a_chat_goes_through_the_template(address: str, runner: ScriptedRunner) -> None:
