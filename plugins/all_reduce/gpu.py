@@ -34,6 +34,12 @@ def _reached(peers, rank, RANKS: tl.constexpr):
 
 
 @triton.jit
+def _later(number, meetings: tl.constexpr):
+    """The number of a later meeting. In the interpreter other sums must not wrap around."""
+    return tl.add(number, meetings, sanitize_overflow=False)
+
+
+@triton.jit
 def _meet(peers, rank, number, RANKS: tl.constexpr):
     """Waits until this block has come to meeting `number` on all ranks; what they did before is then seen. Goes on
     without them if the host has given up."""
@@ -44,7 +50,7 @@ def _meet(peers, rank, number, RANKS: tl.constexpr):
     late = True
     while late:
         seen = tl.atomic_load(_signals(peers, rank, RANKS) + place, sem="acquire", scope="sys")
-        behind = tl.min(tl.where(place < RANKS, seen - number, 0), 0) < 0
+        behind = tl.min(tl.where(place < RANKS, tl.sub(seen, number, sanitize_overflow=False), 0), 0) < 0
         late = behind & (tl.sum(tl.where(place == _GIVEN_UP, seen, 0), 0) == 0)
     tl.debug_barrier()
 
@@ -92,12 +98,12 @@ def one_shot(source, destination, peers, sizes, ROWS: tl.constexpr, WIDTH: tl.co
         return
     rank = tl.load(peers)
     number = _reached(peers, rank, RANKS)
-    _meet(peers, rank, number + 1, RANKS)
+    _meet(peers, rank, _later(number, 1), RANKS)
     at = first + tl.arange(0, BLOCK)
     total = _sum(source, peers, rank, at, at < count, RANKS, SIZE)
-    _meet(peers, rank, number + 2, RANKS)
+    _meet(peers, rank, _later(number, 2), RANKS)
     tl.store(destination + at, narrow(total, destination.dtype.element_ty), mask=at < count)
-    _end(peers, rank, number + 2, RANKS)
+    _end(peers, rank, _later(number, 2), RANKS)
 
 
 @triton.jit
@@ -117,20 +123,20 @@ def two_shot(source, destination, peers, sizes, ROWS: tl.constexpr, WIDTH: tl.co
     rank = tl.load(peers)
     number = _reached(peers, rank, RANKS)
     inner = tl.arange(0, BLOCK)
-    _meet(peers, rank, number + 1, RANKS)
+    _meet(peers, rank, _later(number, 1), RANKS)
     for group in range(block, groups, tl.num_programs(0)):
         at = (group * RANKS + rank) * BLOCK + inner
         total = _sum(source, peers, rank, at, at < count, RANKS, SIZE)
         tl.store(destination + at, narrow(total, destination.dtype.element_ty), mask=at < count)
-    _meet(peers, rank, number + 2, RANKS)
+    _meet(peers, rank, _later(number, 2), RANKS)
     others = tl.arange(0, RANKS)[:, None]
     for group in range(block, groups, tl.num_programs(0)):
         at = (group * RANKS + others) * BLOCK + inner[None, :]
         theirs = (at < count) & (others != rank)
         sums = tl.load(_parts(destination, peers, rank, RANKS, SIZE) + at, mask=theirs)
         tl.store(destination + at, sums, mask=theirs)
-    _meet(peers, rank, number + 3, RANKS)
-    _end(peers, rank, number + 3, RANKS)
+    _meet(peers, rank, _later(number, 3), RANKS)
+    _end(peers, rank, _later(number, 3), RANKS)
 
 
 @triton.jit
@@ -146,11 +152,11 @@ def all_gather(source, destination, peers, sizes, ROWS: tl.constexpr, WIDTH: tl.
     rank = tl.load(peers)
     number = _reached(peers, rank, RANKS)
     others = tl.arange(0, RANKS)[:, None]
-    _meet(peers, rank, number + 1, RANKS)
+    _meet(peers, rank, _later(number, 1), RANKS)
     for piece in range(block, pieces, tl.num_programs(0)):
         at = (piece * BLOCK + tl.arange(0, BLOCK))[None, :]
         parts = tl.load(_parts(source, peers, rank, RANKS, SIZE) + at, mask=at < count)
         to = at // WIDTH * (RANKS * WIDTH) + others * WIDTH + at % WIDTH
         tl.store(destination + to, parts, mask=at < count)
-    _meet(peers, rank, number + 2, RANKS)
-    _end(peers, rank, number + 2, RANKS)
+    _meet(peers, rank, _later(number, 2), RANKS)
+    _end(peers, rank, _later(number, 2), RANKS)
