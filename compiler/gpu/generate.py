@@ -233,6 +233,7 @@ def kernel_json(kernel: GpuKernel, code: CompiledKernel) -> dict[str, Any]:
                   for name, kind in kernel.parameters]
     return {"code": f"code/{kernel.symbol}.cubin", "entry": code.entry, "threads": 32 * code.num_warps,
             "shared_bytes": code.shared_bytes, "cluster": code.cluster, "scratch_bytes": code.scratch_bytes,
+            "programmatic_launch": code.programmatic_launch,
             "parameters": parameters, "tensor_maps": [dict(one) for one in code.tensor_maps],
             "module": kernel.module, "function": kernel.function, "constants": dict(kernel.constants),
             "num_warps": kernel.num_warps, "num_stages": kernel.num_stages,

@@ -31,8 +31,9 @@ from ingot.runtime.folders import cache_folder
 
 from ..targets import Architecture
 from .disassemble import count_instructions, disassemble, matrix_instructions, resources, spills, tool
+from .programmatic_launch import FIRST_CAPABILITY, overlap_launches, waits_first
 
-CACHE_VERSION = 2
+CACHE_VERSION, PTX_CACHE_VERSION = 3, 2
 
 
 class CompileError(WorkFailed):
@@ -51,6 +52,7 @@ class CompiledKernel:
                  profiling, is null
     tensor_maps  for each descriptor parameter what the driver must be told: swizzle, element size and type, block
     matrix       matrix instruction -> how often it stands in the code
+    programmatic_launch  may be started while the kernel before it runs: it waits for its end itself
     cubin        the code
     """
 
@@ -67,6 +69,7 @@ class CompiledKernel:
     scratch_align: int
     tensor_maps: tuple[dict[str, Any], ...]
     matrix: dict[str, int]
+    programmatic_launch: bool
     cubin: bytes
 
     def occupancy(self, arch: Architecture) -> int:
@@ -144,9 +147,9 @@ def try_compile(kernels: Iterable[GpuKernel], arch: Architecture, cache: Path | 
     return {kernel: _misfit(kernel, compiled, arch) or compiled for kernel, compiled in done.items()}
 
 
-def cache_key(kernel: GpuKernel, arch: Architecture) -> str:
+def cache_key(kernel: GpuKernel, arch: Architecture, form: int = CACHE_VERSION) -> str:
     """SHA-256 over everything that the bytes depend on. The compiler's programs come with triton, in its version."""
-    parts = {"cache": CACHE_VERSION, "triton": version("triton"), "arch": arch.name, "kernel": kernel.to_json(),
+    parts = {"cache": form, "triton": version("triton"), "arch": arch.name, "kernel": kernel.to_json(),
              "order": [name for name, _ in kernel.parameters], "source": source_digest(kernel.module, kernel.source)}
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -180,12 +183,13 @@ class PtxCompiler:
 
     def __call__(self, kernel: GpuKernel) -> PtxKernel:
         """Raises CompileError if it cannot be compiled or needs more shared memory than there is."""
-        path = self._cache / f"{cache_key(kernel, self.arch)}.json"
+        path = self._cache / f"{cache_key(kernel, self.arch, PTX_CACHE_VERSION)}.json"
         try:
             entry = json.loads(path.read_text())
         except (OSError, ValueError):
             entry = self._compile(kernel, path)
-        found = PtxKernel(**entry | {"tensor_maps": tuple(entry["tensor_maps"])})
+        ptx = overlap_launches(entry["ptx"]) if self.arch.capability >= FIRST_CAPABILITY else entry["ptx"]
+        found = PtxKernel(**entry | {"ptx": ptx, "tensor_maps": tuple(entry["tensor_maps"])})
         if found.shared_bytes > self.arch.shared_per_block:
             raise CompileError(f"kernel {kernel.symbol} needs {found.shared_bytes} bytes of shared memory; a block of "
                                f"{self.arch.name} has {self.arch.shared_per_block}")
@@ -267,14 +271,15 @@ def _finish(kernel: GpuKernel, arch: Architecture, answer: dict[str, Any]) -> Co
         raise CompileError(f"kernel {kernel.symbol} ({kernel.module}.{kernel.function}) does not compile for "
                            f"{arch.name}:\n  " + "\n  ".join(shown))
     cubin, metadata = base64.b64decode(answer["cubin"]), answer["metadata"]
-    used, counts = resources(cubin), count_instructions(disassemble(cubin))
+    sass = disassemble(cubin)
+    used, counts = resources(cubin), count_instructions(sass)
     stores, loads = spills(counts)
     return CompiledKernel(
         entry=metadata["name"], arch=arch.name, registers=used.registers, stack_bytes=used.stack_bytes,
         spill_stores=stores, spill_loads=loads, shared_bytes=metadata["shared"], num_warps=metadata["num_warps"],
         cluster=metadata["num_ctas"], scratch_bytes=metadata["global_scratch_size"],
         scratch_align=metadata["global_scratch_align"], tensor_maps=tuple(metadata["tensordesc_meta"] or ()),
-        matrix=matrix_instructions(counts), cubin=cubin)
+        matrix=matrix_instructions(counts), programmatic_launch=waits_first(sass), cubin=cubin)
 
 
 def _misfit(kernel: GpuKernel, compiled: CompiledKernel | CompileError, arch: Architecture) -> CompileError | None:

@@ -16,6 +16,8 @@ from typing import Any
 from ingot.plugins.gpu.generated import module_of
 from ingot.plugins.gpu.sources import source_digest
 
+from .programmatic_launch import FIRST_CAPABILITY, overlap_launches
+
 _METADATA = ("name", "shared", "num_warps", "num_ctas", "tmem_size", "global_scratch_size", "global_scratch_align",
              "profile_scratch_size", "profile_scratch_align", "tensordesc_meta")
 _ALIGNED = [["tt.divisibility", 16]]
@@ -24,6 +26,7 @@ _ALIGNED = [["tt.divisibility", 16]]
 def compile_one(request: dict[str, Any]) -> dict[str, Any]:
     """Raises whatever triton raises."""
     import triton
+    from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -45,11 +48,23 @@ def compile_one(request: dict[str, Any]) -> dict[str, Any]:
     options = {"num_warps": kernel["num_warps"], "num_stages": kernel["num_stages"], "enable_fp_fusion": True}
     if kernel["max_registers"]:
         options["maxnreg"] = kernel["max_registers"]
+    knobs.runtime.add_stages_inspection_hook = _stages
     compiled = triton.compile(source, target=GPUTarget("cuda", request["capability"], 32), options=options)
     metadata = compiled.metadata._asdict()
     answer = {"cubin": base64.b64encode(compiled.asm["cubin"]).decode(),
               "metadata": {name: metadata.get(name) for name in _METADATA}}
     return answer | ({"ptx": compiled.asm["ptx"]} if request.get("ptx") else {})
+
+
+def _stages(backend: Any = None, stages: Any = None, options: Any = None, language: Any = None,
+            capability: int = 0) -> tuple[str, str] | None:
+    """Triton asks without arguments what to add to its cache's key, and with them before it compiles."""
+    if stages is None:
+        return "programmatic_launch", "programmatic_launch"
+    if capability >= FIRST_CAPABILITY:
+        make = stages["ptx"]
+        stages["ptx"] = lambda source, metadata: overlap_launches(make(source, metadata))
+    return None
 
 
 def main() -> None:

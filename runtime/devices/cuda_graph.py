@@ -1,7 +1,8 @@
 """Launches of a step as one CUDA graph, built node by node: the host starts a step with a single call.
 
-Every launch waits for the one before it. What changes from step to step is read from memory, so a graph is never
-changed after it was built.
+Every launch waits for the one before it: before it is started, or, where both are kernels and the later one's code
+waits itself (programmatic dependent launch), within it, so that its blocks are placed while the one before still runs.
+What changes from step to step is read from memory, so a graph is never changed after it was built.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from .gpu_plan import BoundLaunch
 
 
 class StepGraph:
-    """The launches of one token bucket. times: events are recorded before the first launch and after each one."""
+    """The launches of one token bucket. timed: events are recorded before the first launch and after each one, and no
+    launch begins before the one ahead has ended; neither does one with overlap=False."""
 
     def __init__(self, context: CudaContext, kernels: CudaKernels, launches: Sequence[BoundLaunch],
-                 timed: bool = False) -> None:
+                 timed: bool = False, overlap: bool = True) -> None:
         self._context = context
         driver = context.driver
         self._events = [context.event(timed=True) for _ in range(len(launches) + 1)] if timed else []
@@ -30,7 +32,12 @@ class StepGraph:
             for index, launch in enumerate(launches):
                 if timed:
                     last = [driver.call("cuGraphAddEventRecordNode", graph, last, len(last), self._events[index])]
-                last = [_kernel_node(context, kernels, launch, graph, last)]
+                if overlap and not timed and last and launch.kernel.programmatic_launch:
+                    node = _kernel_node(context, kernels, launch, graph, [])
+                    driver.call("cuGraphAddDependencies", graph, last, [node], [_programmatic(driver)], 1)
+                else:
+                    node = _kernel_node(context, kernels, launch, graph, last)
+                last = [node]
             if timed:
                 driver.call("cuGraphAddEventRecordNode", graph, last, len(last), self._events[-1])
             self._exec = context.own(driver.call("cuGraphInstantiate", graph, 0), "cuGraphExecDestroy")
@@ -48,6 +55,14 @@ class StepGraph:
         marks = zip(self._events, self._events[1:], strict=False)
         return np.array([round(1e6 * float(driver.call("cuEventElapsedTime", begin, end))) for begin, end in marks],
                         np.int64)
+
+
+def _programmatic(driver: Any) -> Any:
+    """An edge on which the later kernel may be started as soon as all blocks of the earlier one allow it."""
+    edge = driver.api.CUgraphEdgeData()
+    edge.from_port = driver.api.CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC
+    edge.type = driver.enum("CUgraphDependencyType", "CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC")
+    return edge
 
 
 def _kernel_node(context: CudaContext, kernels: CudaKernels, launch: BoundLaunch, graph: Any, last: list[Any]) -> Any:

@@ -63,6 +63,7 @@ class Kernel:
     module, function, constants  the source that the code was compiled from, in a Python module
     num_warps, num_stages  with which it was compiled
     source_sha256  identity of that source
+    programmatic_launch  it waits itself for the kernel before it, so that it may be started while that one runs
     collective  "all_reduce" or "all_gather": no code of the engine, the device lets the ranks of a tensor-parallel
                 engine meet
     """
@@ -80,6 +81,7 @@ class Kernel:
     num_warps: int
     num_stages: int
     source_sha256: str
+    programmatic_launch: bool = False
     collective: str = ""
 
     @property
@@ -122,7 +124,7 @@ def _kernel(symbol: str, entry: Any) -> Kernel:
         symbol, code, _name(entry, "entry", where), threads, count(entry, "shared_bytes", where, 0, MAX_SHARED_BYTES),
         count(entry, "cluster", where, 1, MAX_CLUSTER), _parameters(entry, where), module,
         _name(entry, "function", where), _constants(entry, where), count(entry, "num_warps", where, 1, 32),
-        count(entry, "num_stages", where), digest)
+        count(entry, "num_stages", where), digest, field(entry, "programmatic_launch", bool, where))
 
 
 def _collective(symbol: str, entry: dict[str, Any], where: str) -> Kernel:
@@ -135,7 +137,7 @@ def _collective(symbol: str, entry: dict[str, Any], where: str) -> Kernel:
     if parameters != wanted or element not in ("*bf16", "*fp16", "*fp32"):
         raise EngineFormatError(f"{where}: parameters: expected source and destination of one floating type, sizes, "
                                 f"rows and width, got {entry['parameters']!r}")
-    return Kernel(symbol, "", "", 32, 0, 1, parameters, "", "", (), 1, 1, "", kind)
+    return Kernel(symbol, "", "", 32, 0, 1, parameters, "", "", (), 1, 1, "", collective=kind)
 
 
 def _name(entry: dict[str, Any], key: str, where: str) -> str:

@@ -110,6 +110,7 @@ def kernel_entry(kernel: GpuKernel, compiled: CompiledKernel) -> dict[str, Any]:
                   for name, kind in kernel.parameters]
     return {"code": f"code/{kernel.symbol}.cubin", "entry": compiled.entry, "threads": 32 * compiled.num_warps,
             "shared_bytes": compiled.shared_bytes, "cluster": compiled.cluster, "scratch_bytes": compiled.scratch_bytes,
+            "programmatic_launch": compiled.programmatic_launch,
             "parameters": parameters, "tensor_maps": list(compiled.tensor_maps), "module": kernel.module,
             "function": kernel.function, "constants": dict(kernel.constants), "num_warps": kernel.num_warps,
             "num_stages": kernel.num_stages, "source_sha256": source_digest(kernel.module)}

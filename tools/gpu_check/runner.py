@@ -148,7 +148,7 @@ def runtime_kernel(kernel: GpuKernel, compiled: CompiledKernel, symbol: str | No
     symbol = symbol or kernel.symbol
     return Kernel(symbol, f"code/{symbol}.cubin", compiled.entry, 32 * compiled.num_warps, compiled.shared_bytes,
                   compiled.cluster, tuple(parameters), kernel.module, kernel.function, kernel.constants,
-                  kernel.num_warps, kernel.num_stages, "")
+                  kernel.num_warps, kernel.num_stages, "", compiled.programmatic_launch)
 
 
 def _value(to: Binding, held: Held) -> int | float:

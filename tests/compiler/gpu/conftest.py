@@ -33,7 +33,8 @@ def uncompiled_kernel(kernel: GpuKernel, arch: Architecture, **changes: Any) -> 
     fields: dict[str, Any] = {
         "entry": kernel.function, "arch": arch.name, "registers": 64, "stack_bytes": 0, "spill_stores": 0,
         "spill_loads": 0, "shared_bytes": 1024, "num_warps": kernel.num_warps, "cluster": 1, "scratch_bytes": 0,
-        "scratch_align": 1, "tensor_maps": tuple(maps), "matrix": matrix, "cubin": kernel.symbol.encode()}
+        "scratch_align": 1, "tensor_maps": tuple(maps), "matrix": matrix, "programmatic_launch": arch.capability >= 90,
+        "cubin": kernel.symbol.encode()}
     return CompiledKernel(**fields | changes)
 
 

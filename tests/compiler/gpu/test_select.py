@@ -13,7 +13,7 @@ from ingot.plugins.linear.tactics import Problem, candidates
 
 H200 = find_target("h200").gpu
 assert H200 is not None
-CODE = CompiledKernel("k", "sm_90a", 64, 0, 0, 0, 48 << 10, 4, 1, 0, 1, (), {}, b"")
+CODE = CompiledKernel("k", "sm_90a", 64, 0, 0, 0, 48 << 10, 4, 1, 0, 1, (), {}, True, b"")
 
 
 def candidate(name: str, blocks: int, num_bytes: float = 1e6, flops: float = 1e6, launches: int = 1) -> Candidate:

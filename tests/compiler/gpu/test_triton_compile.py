@@ -210,7 +210,7 @@ class TestSpills:
         def finish(kernel: GpuKernel, arch: Architecture, answer: dict[str, Any]) -> CompiledKernel:
             told.append(kernel.max_registers)
             registers, stores = usual if kernel.max_registers == max_registers else more
-            return CompiledKernel("f", arch.name, registers, 0, stores, stores, 0, 8, 1, 0, 1, (), {}, b"code")
+            return CompiledKernel("f", arch.name, registers, 0, stores, stores, 0, 8, 1, 0, 1, (), {}, True, b"code")
 
         class Silent:
             def ask(self, request: dict[str, Any]) -> dict[str, Any]:

@@ -42,11 +42,14 @@ _MAGIC = 0x746F676E69
 
 @dataclass
 class Node:
-    """A launch with its parameters as they were copied, or an event."""
+    """A launch of a kernel with its parameters as they were copied, or an event. overlaps: it may begin while the one
+    before it runs."""
 
     run: Callable[[], None]
     after: tuple[int, ...]
     attributes: dict[str, Any] = field(default_factory=dict)
+    kernel: Kernel | None = None
+    overlaps: bool = False
 
 
 @dataclass
@@ -76,6 +79,7 @@ class FakeCuda(FakeMemory):
         self.calls: dict[str, int] = {}
         self.faulty: str | None = None
         self.launched: list[str] = []
+        self.overlapping = 0  # nodes of instantiated graphs that may begin while the one before them runs
         self._failures: dict[str, list[Any]] = {}
         self._retained = 0
         self._current = threading.local()
@@ -325,12 +329,12 @@ class FakeCuda(FakeMemory):
         return self._new("CUgraph", [])
 
     def _add(self, graph: Any, dependencies: list[Any], count: int, run: Callable[[], None],
-             attributes: dict[str, Any] | None = None) -> Any:
+             attributes: dict[str, Any] | None = None, kernel: Kernel | None = None) -> Any:
         nodes = self._get("CUgraph", graph)
         assert count == len(dependencies) and all(isinstance(node, real.CUgraphNode) for node in dependencies)
         self._next += 1
         nodes.append((self._next, Node(run, tuple(int(node) for node in dependencies),
-                                        {} if attributes is None else attributes)))
+                                        {} if attributes is None else attributes, kernel)))
         return real.CUgraphNode(self._next)
 
     def _cuGraphAddKernelNode(self, graph: Any, dependencies: list[Any], count: int, node: Any) -> Any:
@@ -339,7 +343,17 @@ class FakeCuda(FakeMemory):
         run = self._launch(node.func, (node.gridDimX, node.gridDimY, node.gridDimZ),
                            (node.blockDimX, node.blockDimY, node.blockDimZ), node.sharedMemBytes, node.kernelParams,
                            attributes)
-        return self._add(graph, dependencies, count, run, attributes)
+        return self._add(graph, dependencies, count, run, attributes, self._function(node.func).kernel)
+
+    def _cuGraphAddDependencies(self, graph: Any, sources: list[Any], targets: list[Any], edges: list[Any],
+                                count: int) -> None:
+        """Programmatic edges: between kernels, to one whose code waits (an event's node waits for nothing)."""
+        assert len(sources) == len(targets) == len(edges) == count == 1
+        nodes = dict(self._get("CUgraph", graph))
+        before, after = nodes[int(sources[0])], nodes[int(targets[0])]
+        told = (edges[0].from_port, edges[0].to_port, edges[0].type)
+        assert told == (1, 0, 1) and before.kernel and after.kernel and after.kernel.programmatic_launch
+        after.after, after.overlaps = (int(sources[0]),), True
 
     def _cuGraphAddEventRecordNode(self, graph: Any, dependencies: list[Any], count: int, event: Any) -> Any:
         found = self._get("CUevent", event)
@@ -361,6 +375,7 @@ class FakeCuda(FakeMemory):
         nodes = self._get("CUgraph", graph)
         for (before, _), (_, node) in pairwise(nodes):
             assert node.after == (before,), "launches of a step run one after the other"
+        self.overlapping += sum(node.overlaps for _, node in nodes)
         return self._new("CUgraphExec", list(nodes))
 
     def _cuGraphDestroy(self, graph: Any) -> None:

@@ -53,12 +53,15 @@ def main() -> None:
         for bucket in program._buckets:
             for number, launch in enumerate(bucket.launches):
                 wanted += expected_maps(launch)
-                wanted.append(f"node {handles[launch.kernel.symbol]} after {1 if number else -1}: {shape(launch)}, 0:"
-                              f"{parameters(launch)}")
+                overlaps = number > 0 and launch.kernel.programmatic_launch
+                wanted.append(f"node {handles[launch.kernel.symbol]} after {1 if number and not overlaps else -1}: "
+                              f"{shape(launch)}, 0:{parameters(launch)}")
                 if launch.kernel.cluster > 1:
                     wanted += [f"node attribute 4 {launch.kernel.cluster} 1 1", "node attribute 5 1 0 0"]
+                if overlaps:
+                    wanted.append("edge 1: 1 0 1, 1")
         got = log.read_text().splitlines()
-        assert [line for line in got if line.startswith(("node", "map"))] == wanted
+        assert [line for line in got if line.startswith(("node", "map", "edge"))] == wanted
         large = {f"attribute {handles[kernel.symbol]} 8 {kernel.shared_bytes}" for bucket in program._buckets
                  for kernel in (launch.kernel for launch in bucket.launches) if kernel.shared_bytes > 48 << 10}
         assert {line for line in got if line.startswith("attribute") and line.split()[2] == "8"} == large

@@ -57,6 +57,25 @@ def test_logits_of_both_buckets(load: Load, count: int) -> None:
     assert fake.calls["cuGraphLaunch"] == 3 and "cuLaunchKernelEx" not in fake.calls
 
 
+def test_kernels_that_wait_begin_while_the_one_before_ends(load: Load, tmp_path: Path) -> None:
+    def half(plan: dict[str, Any]) -> None:
+        for number, kernel in enumerate(plan["kernels"].values()):
+            kernel["programmatic_launch"] = number % 2 == 0
+
+    def launches(edit: Callable[[dict[str, Any]], None] | None) -> tuple[int, int, int]:
+        program, fake = load(path=mock.write_engine(tmp_path / f"{edit}.engine", edit_plan=edit))
+        buckets = [bucket.launches for bucket in program._buckets]
+        found = fake.overlapping, sum(launch.kernel.programmatic_launch for bucket in buckets for launch in bucket[1:])
+        program.profile(fill(program, 0, TOKENS))
+        assert fake.overlapping == found[0], "launches whose time is taken run alone"
+        return *found, sum(len(bucket) - 1 for bucket in buckets)
+
+    overlapping, waiting, all_but_first = launches(None)
+    assert overlapping == waiting == all_but_first > 0, "compiled for sm_90a"
+    overlapping, waiting, _ = launches(half)
+    assert 0 < overlapping == waiting < all_but_first
+
+
 def test_a_step_is_one_copy_one_graph_and_one_copy_back(load: Load) -> None:
     program, fake = load()
     best = mock.reference_logits(TOKENS[:3]).argmax(axis=1).tolist()
