@@ -159,7 +159,7 @@ class Engine:
         """
         from .adapters.adapter import Adapter  # most engines that are loaded get none
 
-        return self.adapters.load(name, Adapter.read(folder, sha256))
+        return self.adapters.load(name, Adapter.read(folder, sha256, room=self.adapters.room))
 
     def unload_adapter(self, name: str) -> None:
         """Streams that use it go on. Raises UnknownAdapter."""

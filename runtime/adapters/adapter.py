@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 _MAX_CONFIG_BYTES = 1 << 20
+# Beyond what a slot holds: float32 takes twice as much, and one of too high a rank shall get an error that names it.
+_SPARE_FACTOR, _SPARE_BYTES = 16, 64 << 20
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
 # How many names an error lists.
 _SHOWN = 5
@@ -40,7 +43,7 @@ class Factors(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """source   where it was read from
+    """source   where it was read from, as errors call it
     sha256   of its two files one behind the other: cat adapter_config.json adapter_model.safetensors | sha256sum
     modules  name in the Hugging Face model -> its matrices
     """
@@ -50,17 +53,24 @@ class Adapter:
     modules: Mapping[str, Factors]
 
     @classmethod
-    def read(cls, folder: str | os.PathLike[str], sha256: str | None = None) -> Self:
-        """sha256: what its content must have. Raises AdapterError for files that are missing, malformed, or more than a
-        LoRA adapter."""
-        source = os.fspath(folder)
-        path = Path(source)
+    def read(cls, folder: str | os.PathLike[str], sha256: str | None = None, *, shown: str | None = None,
+             room: LoraRoom | None = None) -> Self:
+        """sha256  what its content must have
+        shown   what errors call the folder
+        room    of the engine that it is for: files that are far larger than what fits there are not read
+
+        Raises AdapterError for files that are missing, malformed, too large, or more than a LoRA adapter.
+        """
+        path = Path(folder)
+        source = os.fspath(folder) if shown is None else shown
         if not path.is_dir():
             raise AdapterError(f"{source}: no folder; expected one with {CONFIG} and {WEIGHTS}")
         if not (path / WEIGHTS).exists() and (path / PICKLED).exists():
             raise AdapterError(f"{source}: has {PICKLED}, a pickle, which can run code and is not read; expected "
                                f"{WEIGHTS}.\n  Save it again: model.save_pretrained(folder, safe_serialization=True)")
-        config, weights = _bytes(path / CONFIG, _MAX_CONFIG_BYTES), _bytes(path / WEIGHTS)
+        most = None if room is None else _SPARE_BYTES + _SPARE_FACTOR * room.bytes_per_adapter
+        config = _bytes(path / CONFIG, f"{source}/{CONFIG}", _MAX_CONFIG_BYTES)
+        weights = _bytes(path / WEIGHTS, f"{source}/{WEIGHTS}", most)
         found = hashlib.sha256(config)
         found.update(weights)
         if sha256 is not None and found.hexdigest() != sha256:
@@ -76,9 +86,7 @@ class Adapter:
 
     def check(self, room: LoraRoom | None) -> None:
         """Raises AdapterError unless a slot of `room` can hold it."""
-        if room is None:
-            raise AdapterError("this engine has no room for LoRA adapters.\n"
-                               "  Build one that has: ingot build … --lora-max-rank R")
+        room = require_room(room)
         if self.rank > room.max_rank:
             raise AdapterError(f"{self.source}: has rank {self.rank}; this engine has room for {room.max_rank}.\n"
                                f"  Build it with --lora-max-rank {self.rank}")
@@ -114,6 +122,14 @@ class Adapter:
         return replace(self, modules=modules)
 
 
+def require_room(room: LoraRoom | None) -> LoraRoom:
+    """Raises AdapterError for an engine without."""
+    if room is None:
+        raise AdapterError("this engine has no room for LoRA adapters.\n"
+                           "  Build one that has: ingot build … --lora-max-rank R")
+    return room
+
+
 def _in_slot(image: np.ndarray, room: LoraRoom, module: LoraModule) -> Factors:
     """A module's matrices of max_rank rows, views of a slot's content."""
     elements = image.view(np.uint16)
@@ -122,13 +138,16 @@ def _in_slot(image: np.ndarray, room: LoraRoom, module: LoraModule) -> Factors:
     return Factors(a, b)
 
 
-def _bytes(path: Path, most: int | None = None) -> bytes:
+def _bytes(path: Path, shown: str, most: int | None) -> bytes:
     try:
-        if most is not None and path.stat().st_size > most:
-            raise AdapterError(f"{path}: has {path.stat().st_size} bytes, at most {most} are read")
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):  # to read a pipe would take for ever
+            raise AdapterError(f"{shown}: is no file")
+        if most is not None and found.st_size > most:
+            raise AdapterError(f"{shown}: has {found.st_size} bytes, at most {most} are read")
         return path.read_bytes()
     except OSError as error:
-        raise AdapterError(f"{path}: {error.strerror}; an adapter is a folder with {CONFIG} and {WEIGHTS}") from None
+        raise AdapterError(f"{shown}: {error.strerror}; an adapter is a folder with {CONFIG} and {WEIGHTS}") from None
 
 
 def _modules(config: AdapterConfig, tensors: dict[str, np.ndarray], what: str) -> dict[str, Factors]:

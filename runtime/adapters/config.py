@@ -6,10 +6,14 @@ import json
 import math
 import re
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from .errors import AdapterError
+from .patterns import NamePattern
+
+Value = TypeVar("Value")
 
 # Fields that ask for what is no sum of two matrices' product -> the values with which they ask for nothing.
 _PLAIN: dict[str, tuple[Any, ...]] = {
@@ -26,20 +30,22 @@ _WHY = {
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 # Far above what any engine has room for, so that the error for a large one can name what to build.
 _MAX_RANK = 1 << 20
+# A rank for each module of the largest models are some thousand.
+_MAX_PATTERNS = 1 << 13
 
 
 @dataclass(frozen=True)
 class AdapterConfig:
     """rank, alpha  of modules that no pattern names
-    rank_pattern, alpha_pattern  regular expression that ends a module's name -> its value; the first that fits counts
+    rank_pattern, alpha_pattern  what ends a module's name, and its value; the first that fits counts
     targets         ends of the names of all modules that are changed; None where the file says it by an expression
     """
 
     rank: int
     alpha: float
     use_rslora: bool
-    rank_pattern: dict[str, int]
-    alpha_pattern: dict[str, float]
+    rank_pattern: Sequence[tuple[NamePattern, int]]
+    alpha_pattern: Sequence[tuple[NamePattern, float]]
     targets: tuple[str, ...] | None
 
     def rank_of(self, module: str) -> int:
@@ -75,33 +81,30 @@ def parse_config(data: bytes, what: str) -> AdapterConfig:
     return AdapterConfig(
         _rank(config.get("r"), f"{what}: r"), _number(config.get("lora_alpha"), f"{what}: lora_alpha"),
         _boolean(config.get("use_rslora", False), f"{what}: use_rslora"),
-        {key: _rank(value, f"{what}: rank_pattern.{key:.60}")
-         for key, value in _patterns(config, "rank_pattern", what)},
-        {key: _number(value, f"{what}: alpha_pattern.{key:.60}")
-         for key, value in _patterns(config, "alpha_pattern", what)},
+        _patterns(config, "rank_pattern", what, _rank), _patterns(config, "alpha_pattern", what, _number),
         tuple(targets) if isinstance(targets, list) else None)
 
 
-def _patterns(config: dict[str, Any], name: str, what: str) -> list[tuple[str, Any]]:
-    found = config.get(name) or {}
-    if not isinstance(found, dict):
-        raise AdapterError(f"{what}: {name}: expected an object, got {found!r:.60}")
-    for pattern in found:
+def _patterns(config: dict[str, Any], name: str, what: str,
+              check: Callable[[Any, str], Value]) -> list[tuple[NamePattern, Value]]:
+    given = config.get(name) or {}
+    if not isinstance(given, dict):
+        raise AdapterError(f"{what}: {name}: expected an object, got {given!r:.60}")
+    if len(given) > _MAX_PATTERNS:
+        raise AdapterError(f"{what}: {name}: has {len(given)} entries, at most {_MAX_PATTERNS} are read")
+    found = []
+    for text, value in given.items():
         try:
-            re.compile(_at_end(pattern))
-        except (re.error, OverflowError, RecursionError) as error:
-            raise AdapterError(f"{what}: {name}: {pattern!r:.60} is no regular expression that the end of a name can "
-                               f"have: {error}") from None
-    return list(found.items())
+            pattern = NamePattern(text)
+        except (ValueError, re.error, OverflowError, RecursionError) as error:
+            raise AdapterError(f"{what}: {name}: {text!r:.60} is no regular expression that the end of a name can "
+                               f"have here: {error}") from None
+        found.append((pattern, check(value, f"{what}: {name}.{text:.60}")))
+    return found
 
 
-def _by_pattern(patterns: dict[str, Any], module: str, default: Any) -> Any:
-    return next((value for pattern, value in patterns.items() if re.match(_at_end(pattern), module)), default)
-
-
-def _at_end(pattern: str) -> str:
-    """As PEFT looks for them: an expression must fit the end of the name, from a dot on."""
-    return rf"(.*\.)?({pattern})$"
+def _by_pattern(patterns: Sequence[tuple[NamePattern, Value]], module: str, default: Value) -> Value:
+    return next((value for pattern, value in patterns if pattern.fits(module)), default)
 
 
 def _rank(value: Any, where: str) -> int:

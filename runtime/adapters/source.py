@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
-from .adapter import Adapter
+from .adapter import Adapter, require_room
 from .errors import AdapterError
 from .loaded import check_name
+
+if TYPE_CHECKING:
+    from ..lora import LoraRoom
 
 _PIN = "@sha256:"
 
 
 class AdapterSource(NamedTuple):
-    """sha256: what its content must have; None: whatever it has."""
+    """sha256: what its content must have; None: whatever it has. shown: what errors call the path; None: as it is."""
 
     path: str
     sha256: str | None = None
+    shown: str | None = None
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -25,9 +29,9 @@ class AdapterSource(NamedTuple):
             check_sha256(sha256, text)
         return cls(path, sha256 if pin else None)
 
-    def read(self) -> Adapter:
-        """Raises AdapterError."""
-        return Adapter.read(self.path, self.sha256)
+    def read(self, room: LoraRoom | None) -> Adapter:
+        """room: of the engine that it is for. Raises AdapterError, for an engine without room too."""
+        return Adapter.read(self.path, self.sha256, shown=self.shown, room=require_room(room))
 
 
 def parse_named(text: str) -> tuple[str, AdapterSource]:

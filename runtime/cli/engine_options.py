@@ -53,7 +53,7 @@ def load_adapter(engine: Engine, lora: str | None) -> str | None:
     if equals and "/" not in name and not os.path.exists(name + equals + path.partition("@")[0]):
         raise RequestError(f"--lora {lora}: expected the adapter's folder alone, for there is one: --lora {path}\n"
                            "  Names are for ingot serve.")
-    return engine.adapters.load("lora", AdapterSource.parse(lora).read()).name
+    return engine.adapters.load("lora", AdapterSource.parse(lora).read(engine.adapters.room)).name
 
 
 def add_speculation_argument(parser: Any) -> None:

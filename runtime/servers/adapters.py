@@ -49,7 +49,8 @@ class ServerAdapters:
         """Before the first request. Raises AdapterError, AdapterExists."""
         for name, source in sources:
             self._check_name(name)
-            self._context.current.engine.adapters.load(name, source.read())
+            adapters = self._context.current.engine.adapters
+            adapters.load(name, source.read(adapters.room))
 
     async def load(self, name: str, source: AdapterSource) -> LoadedAdapter:
         """From now on requests may name it. Once begun it goes on to its end, even if whoever asked leaves: the thread
@@ -57,7 +58,8 @@ class ServerAdapters:
 
         Raises AdapterLoadingOff, AdapterError, AdapterExists, Draining.
         """
-        found = source._replace(path=self._allowed(source.path))
+        # Where the folder lies on this machine is nobody's business: errors call it as the client does.
+        found = source._replace(path=self._allowed(source.path), shown=source.path[:200])
         self._check_name(name)
         task = asyncio.ensure_future(self._load(name, found))
         self._loading.add(task)
@@ -69,7 +71,7 @@ class ServerAdapters:
             if self._context.is_draining:
                 raise Draining("the server drains: no adapter is loaded any more")
             adapters = self._context.current.engine.adapters
-            loaded = await asyncio.to_thread(lambda: adapters.load(name, source.read()))
+            loaded = await asyncio.to_thread(lambda: adapters.load(name, source.read(adapters.room)))
         _say(f"{name} is loaded: rank {loaded.adapter.rank}, {loaded.adapter.sha256}")
         return loaded
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -199,4 +200,20 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
         Adapter.read(tmp_path)
     (tmp_path / CONFIG).write_bytes(b" " * (2 << 20))
     with pytest.raises(AdapterError, match="at most 1048576 are read"):
+        Adapter.read(tmp_path)
+
+
+def test_weights_that_are_far_larger_than_the_room_are_not_read(tmp_path: Path) -> None:
+    write_adapter(tmp_path)
+    with open(tmp_path / WEIGHTS, "r+b") as file:
+        file.truncate(1 << 40)  # takes no room on the disk
+    with pytest.raises(AdapterError, match=f"{WEIGHTS}: has {1 << 40} bytes, at most [0-9]+ are read"):
+        Adapter.read(tmp_path, room=room())
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    write_adapter(tmp_path)
+    (tmp_path / WEIGHTS).unlink()
+    os.mkfifo(tmp_path / WEIGHTS)
+    with pytest.raises(AdapterError, match=f"{WEIGHTS}: is no file"):
         Adapter.read(tmp_path)

@@ -25,6 +25,7 @@ from ingot.runtime.bench.drivers.driver import Facts, ServerUnreachable
 from ingot.runtime.bench.drivers.http import HttpDriver
 from ingot.runtime.cli import main
 from ingot.runtime.devices.null_memory import NullMemory
+from ingot.runtime.lora import LoraRoom
 from ingot.runtime.servers import http_server
 from ingot.runtime.servers.adapters import ServerAdapters
 from ingot.runtime.servers.context import ServerSettings
@@ -43,10 +44,10 @@ def test_loading_goes_on_when_the_client_leaves(tmp_path: Path, monkeypatch: pyt
     started, gate = threading.Event(), threading.Event()
     read = AdapterSource.read
 
-    def slow_read(self: AdapterSource) -> Adapter:
+    def slow_read(self: AdapterSource, room: LoraRoom | None) -> Adapter:
         started.set()
         assert gate.wait(30)
-        return read(self)
+        return read(self, room)
 
     monkeypatch.setattr(AdapterSource, "read", slow_read)
     loaded = LoadedAdapters(room())
@@ -230,6 +231,7 @@ def test_what_is_not_loaded(served: Served, body: dict[str, Any], status: int, w
     assert served.load("two", "2")[0] == 200 == served.load("two", "2")[0]
     got, error = served.post("/v1/load_lora_adapter", body)
     assert got == status and words in error["message"], error
+    assert str(served.folder) not in error["message"], "where things lie on the server is not told"
     assert [each["id"] for each in served.get("/v1/models")["data"]] == [MODEL, "two"]
 
 
