@@ -16,7 +16,7 @@ from .step import StepInputs
 if TYPE_CHECKING:
     from .engine_file import EngineFile
 
-PLAN_VERSION = 4
+PLAN_VERSION = 5
 """Of the member plan.json."""
 
 

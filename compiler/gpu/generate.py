@@ -26,7 +26,7 @@ from ..weights.packed import PackedWeight, WeightTable
 from .choose import Choice, Chooser
 from .emit_linear import MATRICES
 from .emitters import EMITTERS, emit_sample
-from .lower import GpuLowering, Meeting, Request
+from .lower import GpuLowering, Request
 from .native import require_native
 from .report import kernel_report
 from .storage import stored_types
@@ -46,7 +46,6 @@ _LAYER = re.compile(r"\blayers?\.(\d+)\b|\bh\.(\d+)\b")
 class GpuProgram:
     """Everything of an engine but the bytes of its weights. code: symbol -> what the kernel compiled to.
 
-    meetings: likewise, where ranks exchange values
     tables: values that are made of positions alone
     lora: room for adapters
     """
@@ -62,7 +61,6 @@ class GpuProgram:
     workspace: Workspace
     table: list[dict[str, Any]]
     step_bytes: int
-    meetings: dict[str, Any]
     tables: frozenset[str]
     lora: LoraRoom | None = None
 
@@ -72,7 +70,6 @@ class GpuProgram:
 
     def plan(self, written: dict[str, Weight]) -> Plan:
         kernels = {name: kernel_json(kernel, self.code[name]) for name, kernel in self.kernels.items()}
-        kernels |= self.meetings
         return Plan(self.kv, written, self.buckets, self.probes, kernels, self.workspace)
 
     def kernel_table(self) -> list[dict[str, Any]]:
@@ -152,17 +149,15 @@ def generate(graph: Graph, gpu: Gpu, floats: str, limits: dict[str, int], block_
         emit_sample(lowering, vocab)
         lowered.append((lowering, lowering.plan_arena([request.buffers for request in lowering.requests])))
     chooser = Chooser(gpu, cache, progress)
-    choices = chooser.choose([request for lowering, _ in lowered for request in lowering.requests
-                              if isinstance(request, Request)])
+    choices = chooser.choose([request for lowering, _ in lowered for request in lowering.requests])
     launches = [launch for choice in choices for launch in choice.candidate.launches]
     workspace = _workspace(launches)
     kernels = {launch.kernel.symbol: launch.kernel for launch in launches}
     buckets, chosen = [], iter(choices)
     asked: list[tuple[int, Request, Choice]] = []
     for lowering, arena in lowered:
-        made = [(request, next(chosen) if isinstance(request, Request) else None) for request in lowering.requests]
-        asked += [(lowering.tokens, request, choice) for request, choice in made
-                  if isinstance(request, Request) and choice is not None]
+        made = [(request, next(chosen)) for request in lowering.requests]
+        asked += [(lowering.tokens, request, choice) for request, choice in made]
         buckets.append(_bucket(lowering, arena, made, workspace))
     code = {symbol: chooser.code[symbol] for symbol in kernels}
     require_native(asked, code)
@@ -170,9 +165,8 @@ def generate(graph: Graph, gpu: Gpu, floats: str, limits: dict[str, int], block_
     probes = {label: value for label, value in graph.probes.items() if value in written}
     layout = StepLayout(Limits(**limits), vocab, block_size, len(kv.windows))
     return GpuProgram(gpu, tuple(buckets), kernels, code, tuple(weights.entries.values()), kv, probes, vocab,
-                      workspace, kernel_report(asked, code, gpu.arch), layout.num_bytes,
-                      {request.symbol: dict(request.kernel) for lowering, _ in lowered for request in lowering.requests
-                       if isinstance(request, Meeting)}, _tables(graph), lora_room(graph))
+                      workspace, kernel_report(asked, code, gpu.arch), layout.num_bytes, _tables(graph),
+                      lora_room(graph))
 
 
 def _tables(graph: Graph) -> frozenset[str]:
@@ -185,23 +179,20 @@ def _tables(graph: Graph) -> frozenset[str]:
 
 
 def _workspace(launches: Sequence[GpuLaunch]) -> Workspace:
-    """Arrivals of all launches at its beginning, partial results behind them."""
+    """Arrivals of all launches at its beginning, partial results behind them; and what ranks signal each other."""
     zeroed = max((launch.zeroed_bytes for launch in launches), default=0)
     zeroed = -(-zeroed // _ALIGNMENT) * _ALIGNMENT
     partial = max((launch.scratch_bytes for launch in launches), default=0)
-    return Workspace(zeroed + -(-partial // _ALIGNMENT) * _ALIGNMENT, zeroed)
+    return Workspace(zeroed + -(-partial // _ALIGNMENT) * _ALIGNMENT, zeroed,
+                     max((launch.signal_bytes for launch in launches), default=0))
 
 
-def _bucket(lowering: GpuLowering, arena: Arena, made: Sequence[tuple[Request | Meeting, Choice | None]],
+def _bucket(lowering: GpuLowering, arena: Arena, made: Sequence[tuple[Request, Choice]],
             workspace: Workspace) -> Bucket:
     shared = {"arrived": Arg("workspace"), "partial": Arg("workspace", offset=workspace.zeroed_bytes)}
     launches: list[Launch] = []
     for request, choice in made:
-        if isinstance(request, Meeting):
-            launches.append(Launch(request.symbol, request.args, request.origin, writes=dict(request.writes),
-                                   op=request.op, grid=(1, 1, 1)))
-        elif choice is not None:
-            launches += [_launch(request, launch, {**request.args, **shared}) for launch in choice.candidate.launches]
+        launches += [_launch(request, launch, {**request.args, **shared}) for launch in choice.candidate.launches]
     logits, *others = lowering.graph.outputs
     outputs = {("logits" if name == logits else name): Output(
         arena.offsets[lowering.places[name].arg.name], lowering.width(name), lowering.type(name).dtype.value)

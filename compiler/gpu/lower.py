@@ -16,7 +16,7 @@ from ..errors import CannotCompile
 from ..ir.graph import Node
 from ..ir.types import Dim, concrete, product, split_dim
 from ..plan.lowering import BaseLowering
-from ..plan.plan import Arg, Write
+from ..plan.plan import Arg
 from ..targets import Gpu
 from ..weights.packed import ROWS, PackedWeight, Packing
 from .storage import ELEMENT_BYTES, PLAN_DTYPES
@@ -51,22 +51,6 @@ class Request:
     adapters: bool = False
 
 
-@dataclass(frozen=True)
-class Meeting:
-    """A launch in which the ranks of a tensor-parallel engine exchange values; the device does it, by no kernel.
-
-    kernel   its entry in the plan's table of kernels, of the name `symbol`
-    """
-
-    op: str
-    origin: str
-    symbol: str
-    kernel: Mapping[str, Any]
-    args: tuple[Arg, ...]
-    buffers: tuple[str, ...]
-    writes: Mapping[str, Write]
-
-
 Range = tuple[str, int, int | None]
 """A value that a launch makes, the first element of it, and the stride between its rows, as in Place."""
 
@@ -89,7 +73,7 @@ class GpuLowering(BaseLowering):
     stored: Mapping[str, str]
     emitters: Mapping[str, Callable[[GpuLowering, Node], None]]
     ways: dict[Any, Candidates] = field(default_factory=dict)
-    requests: list[Request | Meeting] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
     quantized: dict[tuple[Range, str], dict[str, Arg]] = field(default_factory=dict)
     absorbed: dict[str, Node] = field(default_factory=dict)
     made: set[str] = field(default_factory=set)

@@ -23,6 +23,7 @@ class Arg:
            "lora"   the first slot for adapters, `offset` bytes in
            "null"   nothing
            "workspace"  memory that the launches of a GPU share, `offset` bytes in
+           "peers"  where each rank's memory is, of a tensor-parallel engine
            "scalar" no place, but the number `offset`
     rectangle  of a pointer that a copy engine takes: (rows, columns, elements from one row to the next)
     """
@@ -43,8 +44,8 @@ class Arg:
             return ["arena", offsets[self.name] + self.offset]
         if self.kind == "kv":
             return ["kv", int(self.name), self.part]
-        if self.kind == "null":
-            return ["null"]
+        if self.kind in ("null", "peers"):
+            return [self.kind]
         return [self.kind, self.name, self.offset] if self.offset else [self.kind, self.name]
 
 
@@ -131,10 +132,12 @@ class Weight:
 @dataclass(frozen=True)
 class Workspace:
     """Memory that the launches of a GPU share. The first zeroed_bytes are zero before the first launch and after each.
+    signal_bytes: of other memory, which the ranks of a tensor-parallel engine write to each other.
     """
 
     bytes: int
     zeroed_bytes: int
+    signal_bytes: int
 
 
 @dataclass(frozen=True)

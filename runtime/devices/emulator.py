@@ -29,9 +29,9 @@ from ..lora import LoraRoom
 from ..program import EngineMismatch, Limits, check_plan_version
 from ..sampling_inputs import Float32Array, StepOutputs
 from ..step import StepInputs, StepLayout
-from .gpu_collective import check_collectives, meet, num_ranks
+from .gpu_collective import GIVEN_UP, check_exchanges, num_ranks, peer_table
 from .gpu_kernels import Kernel, TensorMapType, check_members
-from .gpu_plan import BoundBucket, BoundLaunch, BoundTensorMap, GpuPlan, Places
+from .gpu_plan import BoundBucket, BoundLaunch, BoundTensorMap, GpuPlan, Places, peers_bytes
 from .host_memory import AdapterMemory, Bytes, KvBlocks, anonymous
 from .plan_fields import mapped_weight
 from .traced_values import decode, value_bytes, value_shape
@@ -43,6 +43,8 @@ TRITON_VERSION = "3.9.0"
 """The one whose interpreter the kernels are written for (plugins/gpu/math.py)."""
 
 _POISON = 0xFF
+_EXCHANGE_S = 600.0
+"""In which the ranks of a tensor-parallel engine, each in a thread, have exchanged a value."""
 
 
 class EmulatorProgram:
@@ -64,9 +66,9 @@ class EmulatorProgram:
         limits = Limits.of(engine.manifest)
         try:
             self.lora = LoraRoom.of(engine.manifest)
-            plan = GpuPlan.read(engine.plan, limits, self.lora)
+            plan = GpuPlan.read(engine.plan, limits, self.lora, self.num_ranks)
             check_members(plan.kernels, engine.sizes)
-            check_collectives(plan, limits, self.num_ranks)
+            check_exchanges(plan, self.num_ranks)
             self._sources = _sources(engine, plan.kernels.values())
             self._lay_out(plan, limits, kv_cache_tokens, host_kv_tokens)
         except EngineFormatError as error:
@@ -85,8 +87,12 @@ class EmulatorProgram:
         first, second = (StepInputs(limits, plan.vocab_size, kv.block_size, len(kv.windows)) for _ in range(2))
         self.inputs = (first, second)
         self._layout = StepLayout(limits, plan.vocab_size, kv.block_size, len(kv.windows))
-        self._ranks = [_Rank(self._engine, plan, self._layout, rank, kv_cache_tokens, host_kv_tokens, self.lora)
+        self._ranks = [_Rank(self._engine, plan, self._layout, rank, self.num_ranks, kv_cache_tokens, host_kv_tokens,
+                             self.lora)
                        for rank in range(self.num_ranks)]
+        for number, rank in enumerate(self._ranks):
+            rank.peers[:] = peer_table(number, [_address(one.arena) for one in self._ranks],
+                                       [_address(one.signals) for one in self._ranks]).view(np.uint8)
         blocks = self._ranks[0].blocks
         self.num_blocks, self.num_host_blocks = blocks.num_blocks, blocks.num_host_blocks
         self.kv_bytes = self.num_blocks * kv.block_bytes
@@ -163,18 +169,24 @@ class EmulatorProgram:
     def _run(self, index: int, number: int) -> None:
         launches = [rank.buckets[index].launches[number] for rank in self._ranks]
         try:
-            if launches[0].kernel.collective:
-                meet(launches)
-                return
             for rank, launch in zip(self._ranks, launches, strict=True):
                 if (index, number) not in rank.prepared:
                     rank.prepared[index, number] = self._prepare(launch)
-                rank.prepared[index, number].run()
+            prepared = [rank.prepared[index, number] for rank in self._ranks]
+            if launches[0].kernel.exchanges:
+                self._interpret.run_together(prepared, self._give_up, _EXCHANGE_S)
+            else:
+                for one in prepared:
+                    one.run()
         except Exception as error:
             launch, tokens = launches[0], self._bucket_tokens[index]
             told = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
             raise WorkFailed(f"{self._engine.path}: launch {number} of steps of up to {tokens} tokens, {launch.op} of "
                              f"{launch.origin}, failed: {told}") from error
+
+    def _give_up(self) -> None:
+        for rank in self._ranks:
+            rank.signals.fill(GIVEN_UP)
 
     def _prepare(self, launch: BoundLaunch) -> Prepared:
         kernel = launch.kernel
@@ -216,8 +228,8 @@ class EmulatorProgram:
 class _Rank:
     """The memory of one GPU: of the only one, or of one rank of a tensor-parallel engine."""
 
-    def __init__(self, engine: EngineFile, plan: GpuPlan, layout: StepLayout, rank: int, kv_cache_tokens: int,
-                 host_kv_tokens: int, lora: LoraRoom | None) -> None:
+    def __init__(self, engine: EngineFile, plan: GpuPlan, layout: StepLayout, rank: int, num_ranks: int,
+                 kv_cache_tokens: int, host_kv_tokens: int, lora: LoraRoom | None) -> None:
         kv = plan.kv
         self.slots = AdapterMemory(lora)
         self.blocks = KvBlocks(kv_cache_tokens, host_kv_tokens, kv.block_size, kv.block_bytes, len(kv.windows))
@@ -230,12 +242,14 @@ class _Rank:
         # Mapped arrays must live as long as kernels may read them.
         self._held = {name: mapped_weight(engine, weight.blobs[rank % len(weight.blobs)], weight.size)
                       for name, weight in plan.weights.items()}
+        self.signals = anonymous(max(plan.signal_bytes, 1), "signals between ranks")
+        self.peers = anonymous(peers_bytes(num_ranks), "addresses of ranks")
         self.prepared: dict[tuple[int, int], Prepared] = {}
         step = _address(self.step)
         self.buckets = plan.bind(Places(
             _address(self.arena), _address(workspace), {name: _address(data) for name, data in self._held.items()},
             self.blocks.address, {name: step + place.offset for name, place in layout.places.items()},
-            self.slots.place[0]))
+            self.slots.place[0], _address(self.peers)))
 
 
 def _address(memory: Bytes) -> int:
@@ -271,8 +285,6 @@ def _sources(engine: EngineFile, kernels: Collection[Kernel]) -> dict[str, str]:
     generated = importlib.import_module("ingot.plugins.gpu.generated")
     texts: dict[str, str] = {}
     for kernel in kernels:
-        if kernel.collective:
-            continue
         module, text = kernel.module, ""
         if kernel.source is not None:
             if module not in texts:

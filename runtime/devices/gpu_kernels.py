@@ -22,8 +22,6 @@ ELEMENT_BYTES = {"i8": 1, "u8": 1, "i16": 2, "u16": 2, "i32": 4, "u32": 4, "i64"
 SCALARS = ("i32", "i64", "fp32")
 """Types of parameters that are numbers."""
 
-COLLECTIVES = ("all_reduce", "all_gather")
-
 _GENERATED = "generated."
 _MODULE = re.compile(r"(?:ingot\.plugins|generated)(?:\.[A-Za-z_0-9]\w*)+", re.ASCII)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -64,8 +62,6 @@ class Kernel:
     num_warps, num_stages  with which it was compiled
     source_sha256  identity of that source
     programmatic_launch  it waits itself for the kernel before it, so that it may be started while that one runs
-    collective  "all_reduce" or "all_gather": no code of the engine, the device lets the ranks of a tensor-parallel
-                engine meet
     """
 
     symbol: str
@@ -82,7 +78,11 @@ class Kernel:
     num_stages: int
     source_sha256: str
     programmatic_launch: bool = False
-    collective: str = ""
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether it reads the memory of other ranks of a tensor-parallel engine, and waits for them."""
+        return any(name == "peers" for name, _ in self.parameters)
 
     @property
     def source(self) -> str | None:
@@ -98,15 +98,13 @@ def read_kernels(plan: Mapping[str, Any]) -> dict[str, Kernel]:
 def check_members(kernels: Mapping[str, Kernel], members: Mapping[str, int]) -> None:
     """members: name -> size of those that the engine has. Raises EngineFormatError for the first that is missing."""
     for symbol, kernel in kernels.items():
-        for name in () if kernel.collective else (kernel.code, kernel.source):
+        for name in (kernel.code, kernel.source):
             if name is not None and not members.get(name):
                 raise EngineFormatError(f"plan.kernels.{symbol}: the engine has no member {name}, or it is empty")
 
 
 def _kernel(symbol: str, entry: Any) -> Kernel:
     where = f"plan.kernels.{symbol}"
-    if isinstance(entry, dict) and "collective" in entry:
-        return _collective(symbol, entry, where)
     code, module, digest = (field(entry, key, str, where) for key in ("code", "module", "source_sha256"))
     check_name(code)
     if not code.startswith("code/"):
@@ -125,19 +123,6 @@ def _kernel(symbol: str, entry: Any) -> Kernel:
         count(entry, "cluster", where, 1, MAX_CLUSTER), _parameters(entry, where), module,
         _name(entry, "function", where), _constants(entry, where), count(entry, "num_warps", where, 1, 32),
         count(entry, "num_stages", where), digest, field(entry, "programmatic_launch", bool, where))
-
-
-def _collective(symbol: str, entry: dict[str, Any], where: str) -> Kernel:
-    kind = field(entry, "collective", str, where)
-    if kind not in COLLECTIVES:
-        raise EngineFormatError(f"{where}: collective: expected {' or '.join(COLLECTIVES)}, got {kind!r}")
-    parameters = _parameters({**entry, "tensor_maps": []}, where)
-    element = parameters[0][1] if parameters else ""
-    wanted = (("source", element), ("destination", element), ("sizes", "*i32"), ("rows", "i32"), ("width", "i32"))
-    if parameters != wanted or element not in ("*bf16", "*fp16", "*fp32"):
-        raise EngineFormatError(f"{where}: parameters: expected source and destination of one floating type, sizes, "
-                                f"rows and width, got {entry['parameters']!r}")
-    return Kernel(symbol, "", "", 32, 0, 1, parameters, "", "", (), 1, 1, "", collective=kind)
 
 
 def _name(entry: dict[str, Any], key: str, where: str) -> str:

@@ -42,11 +42,17 @@ _KV_ELEMENTS = {"f32": "*fp32", "bf16": "*bf16", "f16": "*fp16", "fp8": "*fp8e4n
 _INPUT_ELEMENTS = {"int32": ("*i32", "*u32"), "uint32": ("*i32", "*u32"), "float32": ("*fp32",)}
 
 
+def peers_bytes(num_ranks: int) -> int:
+    """Of the table by which kernels find other ranks' memory."""
+    return 8 * (1 + 2 * num_ranks)
+
+
 @dataclass(frozen=True)
 class Place:
     """A byte of the device's memory.
 
-    space   "arena", "workspace", "weight", "kv", "input", "lora" (the first slot for adapters), or "null"
+    space   "arena", "workspace", "weight", "kv", "input", "lora" (the first slot for adapters), "peers" (where each
+            rank's memory is: gpu_collective.py), or "null"
     key     which weight, part of the KV cache, or array of the step
     left    bytes of that memory from here on
     """
@@ -104,7 +110,8 @@ class Weight:
 
 @dataclass(frozen=True)
 class Places:
-    """Addresses in device memory. kv: of block 0. inputs: of each array of a step's layout. lora: of the first slot."""
+    """Addresses in device memory. kv: of block 0. inputs: of each array of a step's layout. lora: of the first slot.
+    peers: of the table of all ranks."""
 
     arena: int
     workspace: int
@@ -112,6 +119,7 @@ class Places:
     kv: int
     inputs: Mapping[str, int]
     lora: int = 0
+    peers: int = 0
 
 
 @dataclass(frozen=True)
@@ -154,6 +162,7 @@ class BoundBucket:
 class GpuPlan:
     """arena_bytes      of the largest bucket
     workspace_bytes  that all launches share; the first zeroed_bytes are zero before the first launch, and after each
+    signal_bytes     by which ranks wait for each other: zero before the first launch
     """
 
     kernels: Mapping[str, Kernel]
@@ -162,17 +171,21 @@ class GpuPlan:
     arena_bytes: int
     workspace_bytes: int
     zeroed_bytes: int
+    signal_bytes: int
     vocab_size: int
     buckets: tuple[Bucket, ...]
 
     @classmethod
-    def read(cls, plan: dict[str, Any], limits: Limits, lora: LoraRoom | None = None) -> GpuPlan:
-        """lora: room of the engine for adapters. Raises EngineFormatError with the path to what is wrong."""
+    def read(cls, plan: dict[str, Any], limits: Limits, lora: LoraRoom | None = None, num_ranks: int = 1) -> GpuPlan:
+        """lora: room of the engine for adapters. num_ranks: GPUs that it is divided among.
+
+        Raises EngineFormatError with the path to what is wrong."""
         kernels = read_kernels(plan)
         kv = kv_layout(plan)
         workspace = field(plan, "workspace", dict, "plan")
         workspace_bytes = count(workspace, "bytes", "plan.workspace", 0)
         zeroed_bytes = count(workspace, "zeroed_bytes", "plan.workspace", 0, workspace_bytes)
+        signal_bytes = count(workspace, "signal_bytes", "plan.workspace", 0)
         weights = {name: _weight(entry, f"plan.weights.{name}")
                    for name, entry in field(plan, "weights", dict, "plan").items()}
         arena = arena_bytes(plan)
@@ -180,17 +193,19 @@ class GpuPlan:
         width = vocab_size(plan)
         layout = StepLayout(limits, width, kv.block_size, len(kv.windows))
         slots = {slot["slot"]: slot["dtype"] for slot in plan["kv"]["slots"]}
-        memory = _Memory(kv, slots, weights, workspace_bytes, layout, lora.bytes_per_adapter if lora else 0)
+        memory = _Memory(kv, slots, weights, workspace_bytes, layout, lora.bytes_per_adapter if lora else 0,
+                         num_ranks)
         buckets = tuple(_bucket(entry, f"plan.buckets[{index}]", kernels, memory, limits, width)
                         for index, entry in enumerate(plan["buckets"]))
-        return cls(kernels, kv, weights, arena, workspace_bytes, zeroed_bytes, width, buckets)
+        return cls(kernels, kv, weights, arena, workspace_bytes, zeroed_bytes, signal_bytes, width, buckets)
 
     def bind(self, places: Places) -> tuple[BoundBucket, ...]:
         """Every launch with its addresses. `places` has the address of all that the plan names, aligned to 256."""
         bases: dict[str, Callable[[Any], int]] = {
             "arena": lambda _: places.arena, "workspace": lambda _: places.workspace,
             "weight": places.weights.__getitem__, "input": places.inputs.__getitem__,
-            "lora": lambda _: places.lora, "kv": lambda key: places.kv + self.kv.parts[key][0]}
+            "lora": lambda _: places.lora, "peers": lambda _: places.peers,
+            "kv": lambda key: places.kv + self.kv.parts[key][0]}
 
         def address(place: Place) -> int:
             return 0 if place.space == "null" else bases[place.space](place.key) + place.offset
@@ -282,6 +297,7 @@ class _Memory:
     workspace_bytes: int
     layout: StepLayout
     adapter_bytes: int
+    num_ranks: int
 
     def argument(self, arg: Any, kind: str | TensorMapType, arena: int) -> Place | TensorMapPlace | int | float:
         if isinstance(kind, TensorMapType):
@@ -336,9 +352,14 @@ class _Memory:
                 raise ValueError("the engine has no room for adapters")
             _fits(kind, ("*bf16",))
             return _placed(space, None, rest, 0, self.adapter_bytes)
+        if space == "peers":
+            if self.num_ranks == 1:
+                raise ValueError("the engine is for one GPU")
+            _fits(kind, ("*i64",))
+            return Place(space, None, 0, peers_bytes(self.num_ranks))
         if space == "null":
             return Place("null")
-        raise ValueError("expected arena, workspace, weight, kv, input, lora or null, since it is a pointer")
+        raise ValueError("expected arena, workspace, weight, kv, input, lora, peers or null, since it is a pointer")
 
 
 def _placed(space: str, key: Any, rest: list[Any], at: int, size: int) -> Place:

@@ -136,7 +136,7 @@ def plan(blobs: dict[str, str], compiled: dict[GpuKernel, CompiledKernel]) -> di
              "value_offset": 1024}]},
         "weights": {name: {"blob": blob, "size": WEIGHTS[name].nbytes, "label": name,
                            "shape": list(WEIGHTS[name].shape), "scheme": "bf16"} for name, blob in blobs.items()},
-        "workspace": {"bytes": 256 + scratch, "zeroed_bytes": 256},
+        "workspace": {"bytes": 256 + scratch, "zeroed_bytes": 256, "signal_bytes": 0},
         "buckets": [{"tokens": tokens, "arena_bytes": offsets(tokens)["end"],
                      "outputs": {"logits": {"offset": offsets(tokens)["logits"], "width": VOCAB_SIZE, "dtype": "f32"}},
                      "launches": [launch_entry(*one) for one in bucket]} for tokens, bucket in found.items()],

@@ -1,64 +1,51 @@
 """Engines divided among GPUs give the tokens of the whole one."""
 from __future__ import annotations
 
-import ctypes
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from ingot.compiler.build import BuildRequest, build
-from ingot.runtime.devices.gpu_collective import meet
-from ingot.runtime.devices.gpu_kernels import read_kernels
-from ingot.runtime.devices.gpu_plan import BoundLaunch
+from ingot.runtime.devices.gpu_collective import check_exchanges, most_blocks
+from ingot.runtime.devices.gpu_kernels import Kernel
+from ingot.runtime.devices.gpu_plan import Bucket, GpuPlan, Launch, Place, Weight
+from ingot.runtime.devices.plan_fields import KvLayout
 from ingot.runtime.engine import Engine
 from ingot.runtime.engine_file import EngineFile
 from ingot.runtime.engine_format import EngineFormatError
 from ingot.runtime.errors import RequestError
 from ingot.runtime.sampling import SamplingParams
 
-
-def exchange(kind: str, element: str, parts: list[np.ndarray], destinations: list[np.ndarray]) -> None:
-    """One launch of all ranks; parts [rows + 1, width], of which the last row belongs to no step."""
-    rows, width = parts[0].shape[0] - 1, parts[0].shape[1]
-    sizes = np.array([rows, 0, 0, 0], np.int32)
-    entry = {"collective": kind, "parameters": [["source", f"*{element}"], ["destination", f"*{element}"],
-                                                ["sizes", "*i32"], ["rows", "i32"], ["width", "i32"]]}
-    kernel = read_kernels({"kernels": {kind: entry}})[kind]
-    meet([BoundLaunch(kernel, (1, 1, 1), (part.ctypes.data, out.ctypes.data, sizes.ctypes.data, 0, width), "", "", {})
-          for part, out in zip(parts, destinations, strict=True)])
+KERNEL = Kernel("sum", "code/sum.cubin", "one_shot", 128, 64, 1,
+                (("source", "*bf16"), ("destination", "*bf16"), ("peers", "*i64"), ("sizes", "*i32")),
+                "ingot.plugins.all_reduce.gpu", "one_shot", (("RANKS", 2),), 4, 1, "")
+PLACES = (Place("arena", None, 0, 64), Place("arena", None, 64, 64), Place("peers", None, 0, 40),
+          Place("input", "sizes", 0, 16))
 
 
-@pytest.mark.parametrize(("element", "dtype"), [("fp32", np.float32), ("fp16", np.float16)])
-def test_sums_and_joins(element: str, dtype: Any) -> None:
-    parts = [np.random.default_rng(rank).standard_normal((4, 6)).astype(dtype) for rank in range(4)]
-    whole = np.sum([part.astype(np.float32) for part in parts], axis=0)
-    last = [part[-1].copy() for part in parts]
-    joined = [np.zeros((3, 24), dtype) for _ in range(4)]
-    exchange("all_gather", element, parts, joined)
-    assert all(np.array_equal(out, np.concatenate([part[:3] for part in parts], axis=1)) for out in joined)
-    exchange("all_reduce", element, parts, parts)
-    for part, row in zip(parts, last, strict=True):
-        np.testing.assert_array_equal(part[:3], whole[:3].astype(dtype))
-        np.testing.assert_array_equal(part[3], row)  # rows beyond the step's are left alone
+def plan_of(launch: Launch, weights: dict[str, Weight], signal_bytes: int = 256) -> GpuPlan:
+    """Of one launch."""
+    kv = KvLayout((), 16, 16, {})
+    return GpuPlan({launch.kernel.symbol: launch.kernel}, kv, weights, 128, 0, 0, signal_bytes, 8,
+                   (Bucket(1, (launch,), 0, 1),))
 
 
-def test_sums_of_bf16_are_rounded_once() -> None:
-    """1 + 2^-8 + 2^-8: each sum of two would be rounded to 1."""
-    parts = [np.array([[bits], [0]], np.uint16) for bits in (0x3F80, 0x3B80, 0x3B80)]
-    exchange("all_reduce", "bf16", parts, parts)
-    assert {int(part[0, 0]) for part in parts} == {0x3F81}
-
-
-@pytest.mark.parametrize("change", [
-    {"collective": "broadcast"}, {"parameters": []},
-    {"parameters": [["source", "*i8"], ["destination", "*i8"], ["sizes", "*i32"], ["rows", "i32"], ["width", "i32"]]}])
-def test_exchanges_that_are_none(change: dict[str, Any]) -> None:
-    entry = {"collective": "all_reduce", "parameters": [], **change}
-    with pytest.raises(EngineFormatError, match=r"collective|parameters"):
-        read_kernels({"kernels": {"x": entry}})
+@pytest.mark.parametrize(("change", "message"), [
+    ({"grid": (5, 1, 1)}, "signals of 256 bytes, 64 for each block"), ({"grid": (1, 2, 1)}, "grid"),
+    ({"arguments": (Place("weight", "w", 0, 64), *PLACES[1:])}, "source: .* must be a place in arena"),
+    ({"arguments": (*PLACES[:2], Place("null"), PLACES[3])}, "peers: .* must be a place in peers"),
+    ({"kernel": replace(KERNEL, constants=(("RANKS", 4),))}, "for 4 ranks; the engine has 2"),
+    ({"weights": {"w": Weight(("a", "b", "c"), 16)}}, "3 blobs; expected one, or one for each of 2 ranks")])
+def test_exchanges_that_are_none(change: dict[str, Any], message: str) -> None:
+    weights = {"w": Weight(("a", "b"), 16), "all": Weight(("c",), 16)}
+    good = Launch(KERNEL, (4, 1, 1), PLACES, "all_reduce", "", {})
+    check_exchanges(plan_of(good, weights), 2)
+    assert most_blocks(plan_of(good, weights)) == 4
+    weights |= change.pop("weights", {})
+    with pytest.raises(EngineFormatError, match=message):
+        check_exchanges(plan_of(replace(good, **change), weights), 2)
 
 
 @pytest.mark.parametrize(("target", "ranks", "message"), [
@@ -89,17 +76,12 @@ def test_tokens_are_those_of_one_gpu(kind: str, tmp_path: Path) -> None:
             divided = [weight for weight in file.plan["weights"].values() if "blobs" in weight]
             assert all(len(weight["blobs"]) == ranks for weight in divided)
             assert bool(divided) == (ranks > 1)
+            names = {launch["op"] for bucket in file.plan["buckets"] for launch in bucket["launches"]}
+            assert ({"all_reduce", "all_gather"} <= names) == (ranks > 1)
+            assert bool(file.plan["workspace"]["signal_bytes"]) == (ranks > 1)
         engine = Engine.load(tmp_path / f"{ranks}.engine", device="emulator")
         answers = engine.generate(PROMPTS, SamplingParams(max_tokens=6, temperature=0, ignore_eos=True))
         tokens[ranks] = [list(answer.token_ids) for answer in answers]
         engine.close()
     assert tokens[2] == tokens[1] and tokens[4] == tokens[1]
     assert sizes[4] < sizes[2] < sizes[1]
-
-
-def test_addresses_are_read_as_given() -> None:
-    """The arrays that an exchange writes are the ones at the addresses, not copies."""
-    data = (ctypes.c_float * 4)(1, 2, 3, 4)
-    array = np.frombuffer(memoryview(data).cast("B"), np.float32).reshape(2, 2)
-    exchange("all_reduce", "fp32", [array, array], [array, array])
-    assert list(data) == [2, 4, 3, 4]

@@ -109,7 +109,8 @@ def test_a_users_own_target(tmp_path: Path) -> None:
     target = find_target(str(one))
     assert (target.name, target.isa, target.kind) == ("mine", "sm_89", "cuda")
     assert target.gpu is not None and target.gpu.sources["l2_mib"] == "deviceQuery"
-    assert target.gpu.link_bytes_per_s == 32e9 and target.gpu.sources["link_gb_s"].startswith("derived: PCI Express 4.0")
+    assert target.gpu.link_bytes_per_s == 32e9
+    assert target.gpu.sources["link_gb_s"].startswith("derived: PCI Express 4.0")
     two = write(tmp_path / "two.yaml", first=MINE, second=MINE | {"num_sms": 60})
     assert find_target(f"{two}:second").gpu.num_sms == 60  # type: ignore[union-attr]
     with pytest.raises(UnknownTarget, match=r"several targets: first, second[\s\S]*two\.yaml:first"):
