@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _NUM_KEPT = 16
 _SILENT = 0
+# What llguidance says of a guide that has become too complex, as opposed to a token that is not allowed.
+_BEYOND_LIMITS = "max is"
 
 
 class Matcher:
@@ -40,11 +42,19 @@ class Matcher:
         self.num_tokens = 0
 
     def advance(self, token: int) -> None:
-        """A token of the answer. Raises WorkFailed if the guide does not allow it, or has become too complex."""
+        """A token of the answer. Raises SamplingError if the guide has become too complex, WorkFailed if it does not
+        allow the token, though its mask did."""
         if not self.matcher.consume_token(token):
-            raise WorkFailed(f"the guide cannot follow the answer beyond {self.num_tokens} tokens: "
-                             f"{_first_line(self.matcher.get_error())}")
+            problem = self.matcher.get_error()
+            message = f"the guide cannot follow the answer beyond {self.num_tokens} tokens: {_first_line(problem)}"
+            raise SamplingError("guide", message) if _BEYOND_LIMITS in problem else WorkFailed(message)
         self.num_tokens += 1
+
+    def allows_but(self, banned: Collection[int]) -> bool:
+        """Whether a token may come next that is not banned."""
+        allowed = np.unpackbits(np.frombuffer(self.matcher.compute_bitmask(), np.uint8), bitorder="little")
+        allowed[list(banned)] = 0
+        return bool(allowed.any()) and not self.matcher.is_error()
 
     def allowed(self, draft: Sequence[int]) -> int:
         """How many first tokens of a draft may follow; nothing changes."""

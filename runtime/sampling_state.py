@@ -147,8 +147,14 @@ class SequenceSampling:
         return (self.history is not None or self.guide is not None or self._longest > 0 or self._num_before_end > 0
                 or bool(self.bans))
 
+    @property
+    def forbids_all(self) -> bool:
+        """Whether the guide and what is banned leave no token, whatever the model says."""
+        banned = {*self.bans, *(token for token, value in self.biases.items() if value == -math.inf)}
+        return self.guide is not None and not self.guide.allows_but(banned)
+
     def append(self, token: int) -> None:
-        """A token of the answer. Raises WorkFailed if the guide cannot follow it."""
+        """A token of the answer. Raises SamplingError or WorkFailed if the guide cannot follow it."""
         if self.guide is not None:
             self.guide.advance(token)
         self._note(token)

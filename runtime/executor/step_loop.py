@@ -21,6 +21,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ..errors import IngotError
+from ..sampling import SamplingError
 from ..speculation import Speculator
 from .answer import Answer, Running, Sink
 from .recorder import Recorder, cache_use
@@ -206,9 +207,13 @@ class StepLoop:
     def _fail(self, answer: Answer) -> None:
         """No token could be chosen."""
         self._scheduler.finish(answer, publish=False)
-        self._end(answer, "error", RequestFailed(
-            f"{answer.request_id}: no token can follow token {len(answer.tokens) - 1}: its logits are no "
-            "numbers, or every token is banned.\n  Find the layer with: ingot compare"))
+        what = f"{answer.request_id}: no token can follow token {len(answer.tokens) - 1}"
+        error: IngotError = RequestFailed(f"{what}: its logits are no numbers, or every token is banned.\n"
+                                          "  Find the layer with: ingot compare")
+        if answer.sampling.forbids_all:
+            error = SamplingError("guide", f"{what}: the guide, with the tokens that are banned (min_tokens bans the "
+                                           "end of an answer), allows none")
+        self._end(answer, "error", error)
 
     def launch(self) -> bool:
         """Starts the next step; False if nothing can run."""

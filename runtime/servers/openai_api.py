@@ -149,9 +149,7 @@ class OpenAiApi:
             await engine.engine.prepare(call.params)
             return self._context.generate(engine, request)
         except IngotError as error:
-            api_error = _api_error(error)
-            if api_error.param == "guide" and call.tools is not None:
-                api_error.param = "tools"
+            api_error = _api_error(error, call)
             if api_error.param == "prompt_token_ids":
                 where = "messages" if call.is_chat else "prompt" if number is None else f"prompt[{number}]"
                 api_error.param = where
@@ -170,7 +168,7 @@ class OpenAiApi:
             if output.prompt_logprobs is not None:
                 prompt_logprobs[number] = output.prompt_logprobs
             if output.finish_reason is not None:
-                _raise_if_failed(output)
+                _raise_if_failed(output, call)
                 usage.add(output)
         if call.no_answer:
             usage.completion_tokens = 0
@@ -187,7 +185,7 @@ class OpenAiApi:
             async for number, output in outputs:
                 index = number * n + output.index
                 data = b""
-                _raise_if_failed(output)
+                _raise_if_failed(output, call)
                 if index not in begun:
                     begun.add(index)
                     data = writer.first(index)
@@ -263,16 +261,16 @@ async def _merged(streams: list[OutputStream]) -> AsyncGenerator[tuple[int, Requ
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _raise_if_failed(output: RequestOutput) -> None:
+def _raise_if_failed(output: RequestOutput, call: Call) -> None:
     if output.finish_reason == "error":
-        raise _api_error(output.error) if output.error is not None else ApiError(500, "the request failed")
+        raise _api_error(output.error, call) if output.error is not None else ApiError(500, "the request failed")
     if output.finish_reason == "timeout":
         raise ApiError(408, f"the deadline passed after {output.num_output_tokens} tokens", "timeout_s", "timeout")
     if output.finish_reason == "cancelled":
         raise ApiError(503, "the request was cancelled by the server", code="cancelled")
 
 
-def _api_error(error: IngotError) -> ApiError:
+def _api_error(error: IngotError, call: Call) -> ApiError:
     if isinstance(error, QueueFull):
         return ApiError(429, str(error), code="queue_full")
     if isinstance(error, Draining):
@@ -284,7 +282,8 @@ def _api_error(error: IngotError) -> ApiError:
     if isinstance(error, UnknownAdapter):  # unloaded since the request was read
         return ApiError(404, str(error), "model", "model_not_found")
     if isinstance(error, RequestError):
-        return ApiError(400, str(error), getattr(error, "field", None), "invalid_value")
+        field = getattr(error, "field", None)
+        return ApiError(400, str(error), call.guide_field if field == "guide" else field, "invalid_value")
     return ApiError(500, str(error), code="request_failed")
 
 

@@ -109,6 +109,7 @@ class Call:
     fills_room     max_tokens was not given: the answer may become as long as there is room
     lora           name of the LoRA adapter that was given as the model; None: the model itself
     tools          functions that may be called
+    guide_field    which field has asked for params.guide
     new_answer     makes what reads an answer that may hold calls or thoughts; None: answers are plain text
     """
 
@@ -128,6 +129,7 @@ class Call:
     timeout_s: float | None = None
     lora: str | None = None
     tools: ToolUse | None = None
+    guide_field: str = "structured_outputs"
     new_answer: Callable[[], ChatAnswer] | None = None
 
     @property
@@ -258,8 +260,14 @@ def _params(body: dict[str, Any], options: dict[str, Any]) -> SamplingParams:
         if name == "logprobs" and "top_logprobs" in body:
             name = "top_logprobs"
         if name == "guide":
-            name = "response_format" if "response_format" in body else "structured_outputs"
+            name = _guide_field(body)
         raise invalid(name, str(error)) from None
+
+
+def _guide_field(body: Mapping[str, Any]) -> str:
+    if body.get("tools") and body.get("tool_choice") != "none":
+        return "tools"  # an answer is bound by both
+    return "response_format" if "response_format" in body else "structured_outputs"
 
 
 def _token(key: str) -> int:
@@ -284,4 +292,4 @@ def _delivery(body: dict[str, Any]) -> dict[str, Any]:
         raise invalid("timeout_s", f"timeout_s is {timeout_s:g}; expected seconds, more than 0")
     return {"stream": stream, "include_usage": options.get("include_usage", False),
             "return_token_ids": body.get("return_token_ids", False), "priority": body.get("priority", 0),
-            "cache_salt": body.get("cache_salt"), "timeout_s": timeout_s}
+            "cache_salt": body.get("cache_salt"), "timeout_s": timeout_s, "guide_field": _guide_field(body)}

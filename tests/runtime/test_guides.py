@@ -114,9 +114,27 @@ def test_many_masks_at_once(guides: Guides) -> None:
 def test_a_token_that_is_not_allowed(guides: Guides) -> None:
     matcher = guides.start(Guide("regex", "ab"))
     matcher.advance(*encode("a"))
+    assert matcher.allows_but({}) and not matcher.allows_but({*encode("b")})
     with pytest.raises(WorkFailed, match="cannot follow the answer beyond 1 tokens"):
         matcher.advance(*encode("x"))
     assert allowed(matcher) == set()  # no token can be chosen
+    assert not matcher.allows_but({})
+
+
+def test_a_guide_beyond_its_limits_is_the_requests_fault(guides: Guides) -> None:
+    matcher = guides.start(Guide("choice", choices=tuple(f"x{number}" for number in range(5000))))
+    with pytest.raises(SamplingError, match=r"cannot follow the answer beyond 0 tokens: .*max is 2000"):
+        matcher.advance(*encode("x"))
+
+
+@pytest.mark.parametrize("options", [
+    {"guide": Guide("choice", choices=("yes",)), "min_tokens": 5}, {"guide": Guide("regex", r"[^\s\S]")},
+    {"guide": Guide("choice", choices=("a",)), "bad_token_ids": (tuple(encode("a")),)},
+])
+def test_a_guide_that_leaves_nothing_is_the_requests_fault(mock: Engine, options: dict[str, Any]) -> None:
+    with pytest.raises(SamplingError, match=r"no token can follow token .*: the guide, with .* allows none") as caught:
+        list(mock.stream("Hello", SamplingParams(max_tokens=8, **options)))
+    assert caught.value.field == "guide"
 
 
 @pytest.mark.parametrize("guide", [

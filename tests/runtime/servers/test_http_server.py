@@ -24,6 +24,7 @@ from ingot.runtime.executor.request import (
     RequestOutput,
     TokenLogprobs,
 )
+from ingot.runtime.sampling import SamplingError
 from ingot.runtime.servers.address import host_and_port
 from ingot.runtime.servers.context import ServerSettings
 from tests.runtime.servers.scripted_engine import ANSWER, ScriptedRunner, outputs, start_at, tokenizer
@@ -330,6 +331,18 @@ def test_requests_that_end_badly(address: str, runner: ScriptedRunner, reason: s
     got, _, text = complete(address, stream=True)
     assert got == 200 and text.endswith("data: [DONE]\n\n")
     assert json.loads(text.split("\n\n")[-3].removeprefix("data: "))["error"]["code"] == code
+
+
+@pytest.mark.parametrize("form", [{"response_format": {"type": "json_object"}}, {"structured_outputs": {"regex": "a"}}])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_guide_that_cannot_be_followed_names_its_field(address: str, runner: ScriptedRunner, form: dict[str, Any],
+                                                         at_once: bool) -> None:
+    error = SamplingError("guide", "guide is no regex that can be followed")
+    runner.refusal = error if at_once else None
+    runner.script = lambda request: [dataclasses.replace(output, error=error)
+                                     for output in outputs(request, reason="error")]
+    status, _, answer = complete(address, **form)
+    assert (status, answer["error"]["param"]) == (400, *form)
 
 
 def test_faults_are_logged_and_not_shown(address: str, runner: ScriptedRunner, caplog: pytest.LogCaptureFixture
