@@ -6,9 +6,9 @@
     python -m tools.ptx_check --lockstep warp --seed 3     each warp alone, in another order
     python -m tools.ptx_check -o report.md                 the tables, as Markdown, into a file too
 
-Every case of tools/gpu_check/cases.py, and those of `select` and `matmul`, compiles as for an engine and runs on the
-machine of tools/ptx with the tolerances of a device. A case is skipped where Triton or the architecture refuses a
-kernel. Exit status: 0 all others passed, 1 one failed, 2 the request was wrong.
+Every case of tools/gpu_check/cases.py, and those of `select`, `matmul` and `lora`, compiles as for an engine and runs
+on the machine of tools/ptx with the tolerances of a device. A case is skipped where Triton or the architecture refuses
+a kernel. Exit status: 0 all others passed, 1 one failed, 2 the request was wrong.
 """
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .ptx.machine import Options
 from .ptx.runner import PtxRunner
 
 ARCHES = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a")
-ALL_MODULES = (*MODULES, "test_select", "test_matmul")
+ALL_MODULES = (*MODULES, "test_select", "test_matmul", "test_lora")
 _DESCRIPTORS_SINCE = 90
 
 
@@ -63,7 +63,7 @@ def check(arch: str, cases: Sequence[Case], options: Options,
 
 def run_case(case: Case, compiler: PtxCompiler, options: Options, result: Result) -> Outcome:
     """One case; what it executed is added to the result."""
-    runner = PtxRunner(_with_descriptors_only_where_there_are(compiler), options)
+    runner = PtxRunner(_with_descriptors_only_where_there_are(compiler), options, compiler.arch.name)
     begin = time.perf_counter()
     status, detail = "passed", ""
     try:

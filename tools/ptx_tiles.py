@@ -2,10 +2,12 @@
 
 The tests of the kernels take small tiles, which hold neither the widest products of wgmma, nor those of tcgen05 with
 128 rows or with scales of blocks, nor warps that only copy. Here the tiles are those that a problem of a model's size
-is offered on the architecture, the first of each extent and way to copy; the problem that runs is smaller.
+is offered on the architecture, the first of each extent and way to copy; the problem that runs is smaller. Matrices
+whose inputs come as they are multiplied ("tile"), and for few tokens those that make them ("own_input").
 """
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -37,14 +39,21 @@ def _linear(where: Device) -> Iterator[Case]:
     for form, activation in FORMS:
         for gated in ("", "silu"):
             for rows, step in (_FEW, _MANY):
-                large = linear_problem(rows, 4096, 4096, form, activation, gated)
-                if linear.unsupported(large, where):
-                    continue
                 small = linear_problem(rows, _FEATURES, _CHANNELS, form, activation, gated)
-                for tile in _first(linear.tiles_of(large, where), lambda tile: (
-                        tile.features, tile.tokens, tile.tma, tile.specialize)):
-                    yield Case(f"linear.tile[{form}-{activation}-{gated}-{tile}]", test_linear,
-                               functools.partial(test_linear.check, p=small, tile=tile, rows=step))
+                yield from _linear_tiles(where, "tile", small, step)
+            made_inside = own_input_problem(_FEW[0], _FEATURES, _CHANNELS, form, activation, gated)
+            yield from _linear_tiles(where, "own_input", made_inside, _FEW[1])
+
+
+def _linear_tiles(where: Device, kind: str, small: linear.Problem, step: int) -> Iterator[Case]:
+    """Of a matrix of 4096 x 4096, for the small problem."""
+    large = dataclasses.replace(small, n=4096, k=4096)
+    if linear.unsupported(large, where):
+        return
+    for tile in _first(linear.tiles_of(large, where), lambda tile: (
+            tile.features, tile.tokens, tile.channels if kind == "own_input" else 0, tile.tma, tile.specialize)):
+        yield Case(f"linear.{kind}[{small.format}-{small.activation}-{small.gated}-{tile}]", test_linear,
+                   functools.partial(test_linear.check, p=small, tile=tile, rows=step))
 
 
 def linear_problem(rows: int, features: int, channels: int, form: str, activation: str,
@@ -52,6 +61,15 @@ def linear_problem(rows: int, features: int, channels: int, form: str, activatio
     """Inputs that are quantized elsewhere, with a scale a token where there is one."""
     return linear.Problem(rows, features, channels, form, activation, scale=True, gated=gated,
                           token_scales=activation in ("fp8", "int8"))
+
+
+def own_input_problem(rows: int, features: int, channels: int, form: str, activation: str,
+                      gated: str = "") -> linear.Problem:
+    """Inputs that the kernel normalises, and quantizes where it multiplies fewer than 16 bits. Quantized, in float32:
+    many values of 16 bits lie just between two of eight."""
+    quantizes = activation in ("fp8", "int8", "nvfp4")
+    return linear.Problem(rows, features, channels, form, activation, "fp32" if quantizes else activation, scale=True,
+                          gated=gated, quantizes=quantizes, norm_eps=1e-6)
 
 
 def _attention(where: Device) -> Iterator[Case]:

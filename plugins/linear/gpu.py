@@ -94,9 +94,11 @@ def linear(x, w, y, sizes, order, starts, weights, x_scale, x_factor, x_sum, w_s
            QUANTIZE: tl.constexpr, DEFER: tl.constexpr, GATED: tl.constexpr, EPS: tl.constexpr, TO: tl.constexpr,
            BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, X_TMA: tl.constexpr,
            W_TMA: tl.constexpr, EXPERTS: tl.constexpr, EP: tl.constexpr, SHARE: tl.constexpr, CHOICES: tl.constexpr,
-           STEPS: tl.constexpr, BY_ROW: tl.constexpr, SUM_ROWS: tl.constexpr, SPECIALIZE: tl.constexpr):
+           STEPS: tl.constexpr, BY_ROW: tl.constexpr, SUM_ROWS: tl.constexpr, SPECIALIZE: tl.constexpr,
+           ONE_PRODUCT: tl.constexpr):
     """One tile [BN features, BM tokens] of y, or of one K-range of it. tactics.py says what may be None.
-    SPECIALIZE: some warps only copy, others only multiply.
+    SPECIALIZE: some warps only copy, others only multiply. ONE_PRODUCT: both factors of a gate are one operand of
+    2 * BN rows.
 
     x           [M, K] in the activation type, rows X_STRIDE elements apart; nvfp4: u8 [M, K/2]
     w           as gpu_formats.py packs it; GATED: the gate's N rows, then those of the other factor
@@ -158,7 +160,7 @@ def linear(x, w, y, sizes, order, starts, weights, x_scale, x_factor, x_sum, w_s
         xs = ys // SHARE
     FOUR_BITS: tl.constexpr = WEIGHTS == "int4"
     WHOLE_INTEGERS: tl.constexpr = WEIGHTS == "int8"
-    acc = tl.zeros((BN, BM), tl.int32 if WHOLE_INTEGERS else tl.float32)
+    acc = tl.zeros((2 * BN if ONE_PRODUCT else BN, BM), tl.int32 if WHOLE_INTEGERS else tl.float32)
     acc2 = tl.zeros((BN, BM), tl.int32 if WHOLE_INTEGERS else tl.float32)
     squares = tl.zeros((BM,), tl.float32)
     inverse = tl.zeros((BM,), tl.float32)
@@ -179,6 +181,7 @@ def linear(x, w, y, sizes, order, starts, weights, x_scale, x_factor, x_sum, w_s
 
     NUM_STEPS: tl.constexpr = (K + BK * SPLITS - 1) // (BK * SPLITS)
     EVEN: tl.constexpr = K % (BK * SPLITS) == 0
+    SECOND_PRODUCT: tl.constexpr = GATED != "" and not ONE_PRODUCT
     begin = split * (NUM_STEPS * BK)
     for step in tl.range(0, NUM_STEPS, warp_specialize=SPECIALIZE):
         k = begin + step * BK
@@ -197,9 +200,10 @@ def linear(x, w, y, sizes, order, starts, weights, x_scale, x_factor, x_sum, w_s
                 blocks = k // 16 + tl.arange(0, BK // 16)
                 b_scale = tl.load(x_scale + xs[:, None] * (K // 16) + blocks[None, :], mask=blocks[None, :] < K // 16,
                                   other=0.0)
-            acc = scaled_blocks(w, w_scale, b, b_scale, acc, base, n, k, N, K, BK, BN, W_TMA)
-            if GATED != "":
-                acc2 = scaled_blocks(w, w_scale, b, b_scale, acc2, base + N, n, k, N, K, BK, BN, W_TMA)
+            acc = scaled_blocks(w, w_scale, b, b_scale, acc, base, n, k, N, K, BK, BN, W_TMA,
+                                ONE_PRODUCT)
+            if SECOND_PRODUCT:
+                acc2 = scaled_blocks(w, w_scale, b, b_scale, acc2, base + N, n, k, N, K, BK, BN, W_TMA, False)
         elif BLOCKS:
             b = _floats(x, added, added_weight, behind, xs, m, k, K, X_STRIDE, BK, True, X_TMA)
             if total is not None:
@@ -215,7 +219,7 @@ def linear(x, w, y, sizes, order, starts, weights, x_scale, x_factor, x_sum, w_s
             else:
                 b_scale = tl.load(x_scale + xs * (K // BK) + k // BK)
             acc = scaled_groups(w, w_scale, b, b_scale, acc, base, n, k, N, W_ROW, BK, BN, W_TMA)
-            if GATED != "":
+            if SECOND_PRODUCT:
                 acc2 = scaled_groups(w, w_scale, b, b_scale, acc2, base + N, n, k, N, W_ROW, BK, BN, W_TMA)
         elif FOUR_BITS:
             HALF: tl.constexpr = BK // 2
@@ -234,10 +238,10 @@ def linear(x, w, y, sizes, order, starts, weights, x_scale, x_factor, x_sum, w_s
             if ADD_SUMS:
                 sums_low, sums_high = tl.sum(low.to(tl.float32), 1), tl.sum(high.to(tl.float32), 1)
             acc = four_bits(w, w_scale, w_minimum, low, high, sums_low, sums_high, acc, base, base, n, k, N, W_ROW,
-                            HEIGHT, HALF, GROUP, BN, W_TMA, DEFER, ADD_SUMS)
-            if GATED != "":
+                            HEIGHT, HALF, GROUP, BN, W_TMA, DEFER, ADD_SUMS, ONE_PRODUCT)
+            if SECOND_PRODUCT:
                 acc2 = four_bits(w, w_scale, w_minimum, low, high, sums_low, sums_high, acc2, base, base + N, n, k, N,
-                                 W_ROW, HEIGHT, HALF, GROUP, BN, W_TMA, DEFER, ADD_SUMS)
+                                 W_ROW, HEIGHT, HALF, GROUP, BN, W_TMA, DEFER, ADD_SUMS, False)
         else:
             b = _floats(x, added, added_weight, behind, xs, m, k, K, X_STRIDE, BK, EVEN, X_TMA)
             if total is not None:
@@ -245,10 +249,12 @@ def linear(x, w, y, sizes, order, starts, weights, x_scale, x_factor, x_sum, w_s
             if norm_weight is not None and QUANTIZE == "":
                 squares += tl.sum(b.to(tl.float32) * b.to(tl.float32), 1)
             b = _prepared(b, norm_weight, inverse, k, K, BK, QUANTIZE)
-            acc = dot(weight_tile(w, base, n, k, N, W_ROW, BK, EVEN, BN, W_TMA), b.T, acc)
-            if GATED != "":
+            acc = dot(weight_tile(w, base, n, k, N, W_ROW, BK, EVEN, BN, W_TMA, ONE_PRODUCT), b.T, acc)
+            if SECOND_PRODUCT:
                 acc2 = dot(weight_tile(w, base + N, n, k, N, W_ROW, BK, EVEN, BN, W_TMA), b.T, acc2)
 
+    if ONE_PRODUCT:
+        acc, acc2 = tl.split(acc.reshape(2, BN, BM).permute(1, 2, 0))
     if x_sum is not None:
         COUNT: tl.constexpr = NUM_STEPS * BK // GROUP
         acc = minimums(x_sum, w_scale, w_minimum, acc, xs, base, base, n, split * COUNT, N, W_ROW, HEIGHT, K, GROUP,

@@ -14,14 +14,24 @@ _ABOVE: tl.constexpr = tl.constexpr(ABOVE)
 
 
 @triton.jit
+def tile_rows(base, n, N, BN: tl.constexpr, BOTH: tl.constexpr):
+    """Rows of w from row n on of the N that begin at row base: [BN]. BOTH: and as many of the N below, [2 * BN]."""
+    # Rows beyond N repeat the last one: no mask, and their results are not stored.
+    if BOTH:
+        row = tl.arange(0, 2 * BN)
+        return base + row // BN * N + tl.minimum(n + row % BN, N - 1)
+    else:
+        return base + tl.minimum(n + tl.arange(0, BN), N - 1)
+
+
+@triton.jit
 def weight_tile(w, base, n, k, N, W_ROW: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, BN: tl.constexpr,
-                TMA: tl.constexpr):
-    """The tile [BN, WIDTH] of stored weights at row n of the N that begin at row base, element k of rows of W_ROW."""
+                TMA: tl.constexpr, BOTH: tl.constexpr = False):
+    """The tile [BN, WIDTH] of stored weights in tile_rows, at element k of rows of W_ROW."""
     if TMA:
         return w.load([base + n, k])
     else:
-        # Rows beyond N repeat the last one: no mask, and their results are not stored.
-        rows = base + tl.minimum(n + tl.arange(0, BN), N - 1).to(tl.int64)
+        rows = tile_rows(base, n, N, BN, BOTH).to(tl.int64)
         columns = k + tl.arange(0, WIDTH)
         if EVEN:
             return tl.load(w + rows[:, None] * W_ROW + columns[None, :])
@@ -35,7 +45,7 @@ def scaled_groups(w, w_scale, b, b_scale, acc, base, n, k, N, W_ROW: tl.constexp
     """acc + the weights of one group of channels times activations b [BM, GROUP], e4m3, with a scale for a block of
     GROUP rows of w and for each token: b_scale f32 [BM]."""
     part = dot(weight_tile(w, base, n, k, N, W_ROW, GROUP, True, BN, TMA), b.T, tl.zeros(acc.shape, tl.float32))
-    rows = base + tl.minimum(n + tl.arange(0, BN), N - 1)
+    rows = tile_rows(base, n, N, BN, False)
     s = tl.load(w_scale + rows // GROUP * (W_ROW // GROUP) + k // GROUP)
     return acc + part * s[:, None] * b_scale[None, :]
 
@@ -86,7 +96,7 @@ def _middle(s, m):
 @triton.jit
 def four_bits(w, scale, minimum, b_low, b_high, sums_low, sums_high, acc, matrix, base, n, k, N, W_ROW: tl.constexpr,
               HEIGHT: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr, TMA: tl.constexpr,
-              DEFER: tl.constexpr, ADD_SUMS: tl.constexpr):
+              DEFER: tl.constexpr, ADD_SUMS: tl.constexpr, BOTH: tl.constexpr):
     """acc + the weights of a step, 2 * HALF channels, times activations b_low and b_high [BM, HALF].
 
     A byte holds channel j of the step below and j + HALF above, so both halves are dense tiles, each of one group.
@@ -94,8 +104,8 @@ def four_bits(w, scale, minimum, b_low, b_high, sums_low, sums_high, acc, matrix
     type, as a dequantized checkpoint has them. ADD_SUMS, with DEFER: the middle of a grid is multiplied with the sums
     f32 [BM] of the activations. matrix: row of w at which the matrix of HEIGHT rows begins; scale and minimum
     [K / GROUP, HEIGHT] of each matrix."""
-    packed = weight_tile(w, base, n, k // 2, N, W_ROW, HALF, True, BN, TMA)
-    rows = base - matrix + tl.minimum(n + tl.arange(0, BN), N - 1)
+    packed = weight_tile(w, base, n, k // 2, N, W_ROW, HALF, True, BN, TMA, BOTH)
+    rows = tile_rows(base - matrix, n, N, BN, BOTH)
     at = matrix * (2 * W_ROW // GROUP) + k // GROUP * HEIGHT + rows
     SHARED: tl.constexpr = GROUP == 2 * HALF
     s_low = tl.load(scale + at).to(tl.float32)
@@ -137,7 +147,7 @@ def minimums(x_sum, scale, minimum, acc, xs, matrix, base, n, first, N, W_ROW: t
     few, one for GROUP of those. x_sum f16 [M, ceil(K / GROUP)]."""
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     STEP: tl.constexpr = 32 if COUNT > 16 else 16
-    rows = base - matrix + tl.minimum(n + tl.arange(0, BN), N - 1)
+    rows = tile_rows(base - matrix, n, N, BN, False)
     for begin in tl.range(0, COUNT, STEP, num_stages=1):
         group = first + begin + tl.arange(0, STEP)
         inside = (begin + tl.arange(0, STEP) < COUNT) & (group < GROUPS)
@@ -151,11 +161,11 @@ def minimums(x_sum, scale, minimum, acc, xs, matrix, base, n, first, N, W_ROW: t
 
 @triton.jit
 def scaled_blocks(w, w_scale, b, b_scale, acc, base, n, k, N, K: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
-                  TMA: tl.constexpr):
+                  TMA: tl.constexpr, BOTH: tl.constexpr):
     """acc + e2m1 weights times e2m1 activations, each with an e4m3 scale for 16 channels. b [BM, BK/2] packed,
     b_scale [BM, BK/16]."""
-    a = weight_tile(w, base, n, k // 2, N, K // 2, BK // 2, K % BK == 0, BN, TMA)
-    rows = base + tl.minimum(n + tl.arange(0, BN), N - 1).to(tl.int64)
+    a = weight_tile(w, base, n, k // 2, N, K // 2, BK // 2, K % BK == 0, BN, TMA, BOTH)
+    rows = tile_rows(base, n, N, BN, BOTH).to(tl.int64)
     blocks = k // 16 + tl.arange(0, BK // 16)
     a_scale = tl.load(w_scale + rows[:, None] * (K // 16) + blocks[None, :], mask=blocks[None, :] < K // 16, other=0.0)
     return dot_nvfp4(a, a_scale, b, b_scale, acc)

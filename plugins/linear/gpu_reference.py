@@ -5,8 +5,8 @@ from math import erf
 
 import numpy as np
 
-from ..gpu.floats import E4M3_MAX, from_bf16, from_e2m1, from_e4m3, to_bf16, to_e4m3
-from .gpu_formats import GROUP, Packed, unpack, unpack_nibbles
+from ..gpu.floats import E2M1_MAX, E4M3_MAX, from_bf16, from_e2m1, from_e4m3, to_bf16, to_e4m3
+from .gpu_formats import BLOCK, GROUP, Packed, nvfp4_blocks, unpack, unpack_nibbles
 from .tactics import Problem
 
 
@@ -23,6 +23,20 @@ def quantize_groups(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """x float32 [M, K] -> (e4m3 bits [M, K], scale float32 [M, K / 128]): one scale for 128 channels of a token."""
     bits, scale = quantize_tokens(x.reshape(-1, GROUP), "fp8")
     return bits.reshape(x.shape), scale.reshape(len(x), -1)
+
+
+def token_factors(x: np.ndarray) -> np.ndarray:
+    """float32 [M]: the factor of each token in nvfp4, which lets its largest block scale be the largest e4m3."""
+    most = np.abs(x).max(axis=1)
+    return np.where(most > 0, most / (E4M3_MAX * E2M1_MAX), np.float32(1)).astype(np.float32)
+
+
+def nvfp4_tokens(x: np.ndarray) -> np.ndarray:
+    """What rows float32 [M, K] are worth in e2m1 with a scale for 16 channels and a factor a token."""
+    factor = token_factors(x)
+    packed, scale = nvfp4_blocks(x / factor[:, None], 1.0)
+    blocks = from_e2m1(unpack_nibbles(packed)).reshape(len(x), -1, BLOCK) * from_e4m3(scale)[..., None]
+    return (blocks.reshape(x.shape) * factor[:, None]).astype(np.float32)
 
 
 def group_sums(x: np.ndarray, group: int) -> np.ndarray:
@@ -51,10 +65,11 @@ def linear(problem: Problem, x: np.ndarray, packed: Packed, *, x_scale: np.ndarr
         weights = from_bf16(to_bf16(weights)).astype(np.float64) if p.activation == "bf16" else \
             weights.astype(np.float16).astype(np.float64)
     if p.activation == "nvfp4":
+        weights = weights / packed.factor  # it is part of `scale`
+    if p.x_type == "nvfp4":
         assert x_scale is not None
         blocks = from_e2m1(unpack_nibbles(x)).reshape(len(x), -1, 16).astype(np.float64)
         rows = (blocks * from_e4m3(x_scale)[..., None]).reshape(len(x), -1)
-        weights = weights / packed.factor  # it is part of `scale`
     else:
         rows = values(x, p.float_type if p.quantizes else p.activation)
         if p.norm_eps is not None:
@@ -62,6 +77,8 @@ def linear(problem: Problem, x: np.ndarray, packed: Packed, *, x_scale: np.ndarr
         if p.quantizes and p.format == "fp8_block":
             bits, group_scale = quantize_groups(rows.astype(np.float32))
             rows = values(bits, "fp8") * group_scale.repeat(GROUP, axis=1)
+        elif p.quantizes and p.activation == "nvfp4":
+            rows = nvfp4_tokens(rows.astype(np.float32)).astype(np.float64)
         elif p.quantizes:
             bits, token_scale = quantize_tokens(rows.astype(np.float32), p.activation)
             rows = values(bits, p.activation) * token_scale[:, None]

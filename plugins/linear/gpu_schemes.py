@@ -12,20 +12,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..gpu.floats import E2M1_MAX, E4M3_MAX, from_bf16, from_e2m1, from_e4m3, to_bf16
+from ..gpu.floats import from_bf16, from_e4m3, to_bf16
 from .compensate import Feedback
 from .gpu_formats import (
-    BLOCK,
     FORMATS,
     GROUPS,
     Format,
     int4_format,
-    nvfp4_blocks,
     pack,
     unpack,
-    unpack_nibbles,
 )
-from .gpu_reference import quantize_groups, quantize_tokens
+from .gpu_reference import nvfp4_tokens, quantize_groups, quantize_tokens
 
 QUANTIZED = ("fp8", "int8", "nvfp4")
 """Types of activations that a step has to make first."""
@@ -85,20 +82,6 @@ class GpuScheme:
             bits, scale = quantize_tokens(rows, self.activation)
             values = (from_e4m3(bits) if self.activation == "fp8" else bits.astype(np.float32)) * scale[:, None]
         return values.reshape(x.shape).astype(np.float32)
-
-
-def token_factors(x: np.ndarray) -> np.ndarray:
-    """float32 [M]: the factor of each token in nvfp4, which lets its largest block scale be the largest e4m3."""
-    most = np.abs(x).max(axis=1)
-    return np.where(most > 0, most / (E4M3_MAX * E2M1_MAX), np.float32(1)).astype(np.float32)
-
-
-def nvfp4_tokens(x: np.ndarray) -> np.ndarray:
-    """What rows float32 [M, K] are worth in e2m1 with a scale for 16 channels and a factor a token."""
-    factor = token_factors(x)
-    packed, scale = nvfp4_blocks(x / factor[:, None], 1.0)
-    blocks = from_e2m1(unpack_nibbles(packed)).reshape(len(x), -1, BLOCK) * from_e4m3(scale)[..., None]
-    return (blocks.reshape(x.shape) * factor[:, None]).astype(np.float32)
 
 
 INT4_SCHEMES = {"int4": "bf16", "int4_fp16": "fp16", "w4a8_fp8": "fp8", "w4a8_int8": "int8"}

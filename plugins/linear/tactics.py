@@ -133,7 +133,7 @@ class Problem:
 @dataclass(frozen=True)
 class Tile:
     """Features, tokens and channels of a block's step; parts of K; depth of the pipeline; copies by descriptor, and
-    by warps that do nothing else."""
+    by warps that do nothing else; both factors of a gate as one product of twice the features."""
 
     features: int
     tokens: int
@@ -143,6 +143,7 @@ class Tile:
     stages: int = 3
     tma: bool = False
     specialize: bool = False
+    one_product: bool = False
 
 
 def candidates(problem: Problem, device: Device) -> Candidates:
@@ -206,8 +207,10 @@ def _few_tokens(p: Problem, device: Device) -> list[Tile]:
     elif defers(p.format, p.activation) and (p.gated or (p.sum_choices and not device.has_warpgroup_mma)):
         feature_steps = feature_steps[:1]  # four accumulators, or sums that are kept for several tokens
     # An input that the kernel makes goes through one buffer to both products of a gate. In a pipeline triton 3.9.0
-    # waits for the first of them alone before it writes the next: with tcgen05 the second may still be reading.
-    overwrites_input = p.gated and (p.norm_eps is not None or p.quantizes) and 100 <= device.capability < 120
+    # waits for the first of them alone before it writes the next: with tcgen05 the second may still be reading. Where
+    # sums are scaled in every step, both are waited for.
+    one_product = bool(p.gated) and (p.norm_eps is not None or p.quantizes) and 100 <= device.capability < 120 \
+        and not defers(p.format, p.activation)
     tiles = []
     for features, step in product(feature_steps, _channel_steps(p)):
         blocks = -(-p.n // features) * row_tiles(p, tokens)
@@ -215,8 +218,8 @@ def _few_tokens(p: Problem, device: Device) -> list[Tile]:
             enough = blocks * splits <= 4 * device.num_sms
             even = -(-p.k // step) % splits == 0
             if splits == 1 or (enough and even and p.k >= splits * step * 2):
-                stages = 1 if overwrites_input else _stages(p, device, features, tokens, step, 5)
-                tiles.append(Tile(features, tokens, step, splits, 4, stages))
+                stages = _stages(p, device, features, tokens, step, 5)
+                tiles.append(Tile(features, tokens, step, splits, 4, stages, one_product=one_product))
     return tiles
 
 
@@ -316,6 +319,7 @@ def launch(p: Problem, tile: Tile) -> GpuLaunch:
     words = [p.format if p.format == "fp8_block" else p.precision, p.activation if form.is_int4 else "", groups,
              f"n{p.n}", f"k{p.k}", p.rows, f"{tile.features}x{tile.tokens}x{tile.channels}"]
     options = ((f"s{tile.splits}", tile.splits > 1), ("tma", tile.tma), ("ws", tile.specialize),
+               ("one_product", tile.one_product),
                ("quantize", p.quantizes), ("token", p.token_scales), ("scaled", p.scale), ("bias", p.bias),
                ("residual", p.residual), (f"norm{p.norm_eps}", p.norm_eps is not None),
                ("post", p.post_norm), (p.gated, p.gated),
@@ -375,7 +379,8 @@ def _parameters(p: Problem, form: Format, tile: Tile,
         "W_TMA": tile.tma, "EXPERTS": p.experts, "EP": power_of_two(p.experts) if p.experts else 0,
         "SHARE": p.choices if p.shared else 1, "CHOICES": p.choices, "STEPS": p.experts.bit_length() + 1,
         "BY_ROW": p.experts > 0 and row_tiles(p, tile.tokens) == p.num_rows,
-        "SUM_ROWS": power_of_two(max(8, p.m)) if p.sum_choices else 0, "SPECIALIZE": tile.specialize}
+        "SUM_ROWS": power_of_two(max(8, p.m)) if p.sum_choices else 0, "SPECIALIZE": tile.specialize,
+        "ONE_PRODUCT": tile.one_product}
     return arguments(wanted, constants)
 
 

@@ -44,7 +44,7 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceRunner]:
     fake.cuInit(0)
     driver = Driver(fake)
     context = CudaContext(driver, find_gpu(driver, 0))
-    yield DeviceRunner(context, Learning(fake))
+    yield DeviceRunner(context, Learning(fake), H200.isa)
     context.close()
     fake.assert_nothing_held()
 

@@ -87,7 +87,7 @@ def test_a_run_with_a_pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     """From the pack to the report, on the fake driver, for one case of the kernels."""
     target = find_target("h200")
     chosen = [case for case in list_cases() if case.name == "rope.test_static_scales"]
-    kernels = kernels_of_cases(chosen, lambda text: None)
+    kernels = kernels_of_cases(chosen, target.isa, lambda text: None)
     writer, known = PackWriter(tmp_path / "check.zip", target), dict[str, Any]()
     for kernel, compiled in Compiler(target).compile(kernels).items():
         writer.add(kernel, compiled)

@@ -107,10 +107,11 @@ def summary(outcomes: list[Outcome]) -> list[dict[str, Any]]:
 
 
 class Recorder:
-    """Stands before another interpreter and notes what is launched."""
+    """Stands before another interpreter and notes what is launched. arch: what it will be compiled for."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Any, arch: str) -> None:
         self._inner = inner
+        self.arch = arch
         self.kernels: dict[GpuKernel, None] = {}
 
     def run(self, calls: Any, arrays: Any) -> Any:

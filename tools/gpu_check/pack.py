@@ -28,7 +28,7 @@ def make_pack(path: Path, target: Target, sections: tuple[str, ...], progress: P
     compiler, writer = Compiler(target), PackWriter(path, target)
     kernels: list[GpuKernel] = []
     if "kernels" in sections:
-        kernels += kernels_of_cases(list_cases(), progress)
+        kernels += kernels_of_cases(list_cases(), target.isa, progress)
     if "rates" in sections:
         kernels += rate_kernels(target)
     progress(f"compile {len(set(kernels))} kernels for {target.isa}")
@@ -61,10 +61,10 @@ def make_pack(path: Path, target: Target, sections: tuple[str, ...], progress: P
     return size
 
 
-def kernels_of_cases(cases: list[Case], progress: Progress) -> list[GpuKernel]:
-    """What the cases launch, found out by running them in the interpreter."""
+def kernels_of_cases(cases: list[Case], arch: str, progress: Progress) -> list[GpuKernel]:
+    """What the cases launch on the architecture, found out by running them in the interpreter."""
     with Interpreter() as interpreter:
-        recorder = Recorder(interpreter)
+        recorder = Recorder(interpreter, arch)
         for number, case in enumerate(cases):
             try:
                 case.run(recorder)

@@ -46,10 +46,10 @@ class Held:
 
 
 class DeviceRunner:
-    """code: the compiled form of a kernel, or NoCode raised. launched: kernels of the last run."""
+    """code: the compiled form of a kernel for the architecture, or NoCode raised. launched: kernels of the last run."""
 
-    def __init__(self, context: CudaContext, code: Code) -> None:
-        self.context = context
+    def __init__(self, context: CudaContext, code: Code, arch: str) -> None:
+        self.context, self.arch = context, arch
         self.launched: list[GpuKernel] = []
         self._code = code
         self._kernels: dict[str, tuple[GpuKernel, Kernel]] = {}

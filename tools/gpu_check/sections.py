@@ -42,8 +42,8 @@ def run(arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         folder = arguments.folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ingot-gpu-check-")))
         context = CudaContext(driver, gpu)
         stack.callback(context.close)
-        sections = Sections(source, target, gpu, DeviceRunner(context, source), folder, progress,
-                            arguments.model)
+        sections = Sections(source, target, gpu, DeviceRunner(context, source, target.isa),
+                            folder, progress, arguments.model)
         for section in arguments.only:
             begin = time.perf_counter()
             results[section] = getattr(sections, section)()

@@ -26,10 +26,12 @@ from .parser import Program, parse
 
 
 class PtxRunner:
-    """compile: the PTX of a kernel. launched: kernels of the last run; executed: opcode -> by how many warps, of all
-    runs; seconds: of running alone."""
+    """compile: the PTX of a kernel for the architecture. launched: kernels of the last run; executed: opcode -> by how
+    many warps, of all runs; seconds: of running alone."""
 
-    def __init__(self, compile: Callable[[GpuKernel], PtxKernel], options: Options | None = None) -> None:
+    def __init__(self, compile: Callable[[GpuKernel], PtxKernel], options: Options | None = None,
+                 arch: str = "sm_90a") -> None:
+        self.arch = arch
         self.launched: list[GpuKernel] = []
         self.executed: Counter[str] = Counter()
         self.kernels: set[str] = set()

@@ -25,6 +25,11 @@ def device(arch: str) -> Device:
     return target.gpu.device
 
 
+def device_of(runner: object) -> Device:
+    """The device whose tiles a test takes: of the architecture that its kernels run on; in the interpreter an H200."""
+    return device(getattr(runner, "arch", "sm_90a"))
+
+
 def compiled(kernels: Iterable[GpuKernel], arch: str) -> dict[GpuKernel, CompiledKernel]:
     """From the user's cache, so that a second run of the tests compiles nothing."""
     return compile_kernels(kernels, architectures()[arch])

@@ -270,8 +270,9 @@ def test_sums_inside(interpreter: Interpreter, form: str, activation: str, token
     assert_close(found[True], wanted, base.float_type, 1e-2 if base.float_type == "bf16" else 1e-5)
 
 
-@pytest.mark.parametrize(("form", "activation"), [("bf16", "bf16"), ("fp8", "fp8"), ("int4", "int8")])
-def test_norms_of_experts(interpreter: Interpreter, form: str, activation: str) -> None:
+@pytest.mark.parametrize(("form", "activation", "one_product"), [
+    ("bf16", "bf16", False), ("bf16", "bf16", True), ("fp8", "fp8", True), ("int4", "int8", False)])
+def test_norms_of_experts(interpreter: Interpreter, form: str, activation: str, one_product: bool) -> None:
     """Gate and up of the chosen experts, with the norm, the quantization and the gate."""
     rng = np.random.default_rng(5)
     tokens, experts, choices, n, k = 5, 6, 2, 40, 256
@@ -283,7 +284,7 @@ def test_norms_of_experts(interpreter: Interpreter, form: str, activation: str) 
     bias = rng.standard_normal((experts, 2 * n)).astype(np.float32)
     arrays = {"x": x, "norm_weight": norm_weight, **together(packs), "bias": bias,
               **lists(ids, experts, 8), "y": unwritten((8 * choices, n), "bf16")}
-    one = launch(p, Tile(32, 16, 128, splits=2))
+    one = launch(p, Tile(64 if one_product else 32, 16, 128, splits=2, one_product=one_product))
     needed = {name for name, _ in one.kernel.parameters}
     out = interpreter.run([(one, {})], {name: a for name, a in (arrays | scratch(one)).items() if name in needed})
     wanted = np.empty((tokens * choices, n))

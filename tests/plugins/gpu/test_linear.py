@@ -38,7 +38,7 @@ def check(interpreter: Interpreter, p: Problem, tile: Tile, rows: int, seed: int
     wide = (rng.standard_normal((p.m, p.k)) * rng.uniform(0.5, 2, (p.m, 1))).astype(np.float32)
     arrays: dict[str, np.ndarray] = {"w": packed.w, "sizes": np.array([rows, 1, rows], np.int32)}
     given: dict[str, np.ndarray | float] = {}
-    if p.activation == "nvfp4":
+    if p.x_type == "nvfp4":
         factor = nvfp4_factor(wide)
         x, arrays["x_scale"] = nvfp4_blocks(wide, factor)
         given["x_scale"], given["scale"] = arrays["x_scale"][:rows], factor * packed.factor
@@ -52,7 +52,7 @@ def check(interpreter: Interpreter, p: Problem, tile: Tile, rows: int, seed: int
         given["scale"] = 0.37 if p.scale else 1.0
     else:
         x = store(wide, p.x_type)
-        given["scale"] = 0.37 if p.scale else 1.0
+        given["scale"] = packed.factor if p.activation == "nvfp4" else 0.37 if p.scale else 1.0
     arrays["x"] = x
     if packed.w_scale is not None:
         arrays["w_scale"] = packed.w_scale
@@ -168,6 +168,19 @@ def test_gates(interpreter: Interpreter, gated: str) -> None:
 def test_norm_inside(interpreter: Interpreter, form: str, activation: str, tile: Tile) -> None:
     p = Problem(16, 40, 512, form, activation, norm_eps=1e-5, bias=True, gated="silu")
     check(interpreter, p, tile, 7)
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize(("form", "activation"), [("bf16", "bf16"), ("fp8", "fp8"), ("int8", "int8"), ("int4", "bf16"),
+                                                  ("int4_g32m", "fp16"), ("nvfp4", "nvfp4")])
+def test_both_factors_of_a_gate_in_one_product(interpreter: Interpreter, form: str, activation: str,
+                                               splits: int) -> None:
+    """As for tcgen05: the input is made inside. Odd numbers of features, so that rows of both factors are repeated."""
+    quantizes = activation in ("fp8", "int8", "nvfp4")
+    p = Problem(16, 40, 512, form, activation, "fp32" if quantizes else activation, quantizes=quantizes,
+                norm_eps=1e-5, bias=True, gated="silu", scale=True)
+    channels = 128 if quantizes else 64
+    check(interpreter, p, fitting(Tile(64, 16, channels, splits, one_product=True), form), 7)
 
 
 @pytest.mark.parametrize(("form", "activation"), [("fp8", "fp8"), ("int8", "int8"), ("int4", "fp8"), ("int4", "int8")])

@@ -60,7 +60,7 @@ class Case:
 
 
 CASES = [Case(128, 16, (128, 64, 72)), Case(1100, 8, (96,)), Case(70, 5, (40, 24), x_gap=26), Case(64, 130, (64,)),
-         Case(96, 16, (80, 80), m=2048)]
+         Case(96, 16, (80, 80), m=2048), Case(520, 130, (72,), m=80)]
 
 
 @pytest.mark.parametrize("name", STEPS)

@@ -19,7 +19,7 @@ from tools import ptx_check
 from tools.ptx.instruction import PtxError
 from tools.ptx.machine import Options
 from tools.ptx.runner import PtxRunner
-from tools.ptx_tiles import linear_problem, tile_cases
+from tools.ptx_tiles import linear_problem, own_input_problem, tile_cases
 
 FEW, MANY = (8, 5), (200, 150)
 """Rows of the bucket, and of the step."""
@@ -101,6 +101,24 @@ def test_what_is_left_out_of_a_kernel_shows(arch: str, pattern: str, compilers: 
     with pytest.raises((PtxError, AssertionError)):
         test_linear.check(PtxRunner(broken), Problem(200, 144, 256, "bf16", "bf16"),  # type: ignore[arg-type]
                           Tile(64, 64, 64), 150)
+
+
+@pytest.mark.parametrize(("form", "activation", "tile"), [
+    ("bf16", "bf16", Tile(64, 16, 64, 1, 4, 4)),
+    pytest.param("fp8", "fp8", Tile(64, 16, 128, 1, 4, 4), marks=pytest.mark.slow),
+    pytest.param("nvfp4", "nvfp4", Tile(128, 16, 256, 1, 4, 4), marks=pytest.mark.slow)])
+def test_an_input_that_two_products_read(form: str, activation: str, tile: Tile,
+                                         compilers: Callable[[str], PtxCompiler], device_sums: None) -> None:
+    """Made inside, for tcgen05. Triton waits for the first product alone before the next one is written: both factors
+    of a gate are one product."""
+    problem = own_input_problem(8, 144, 1024, form, activation, "silu")
+    for seed in range(3):
+        runner = PtxRunner(compilers("sm_100a"), Options(seed))
+        test_linear.check(runner, problem, replace(tile, one_product=True), 5)  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match="got"):
+        for seed in range(3):
+            runner = PtxRunner(compilers("sm_100a"), Options(seed))
+            test_linear.check(runner, problem, tile, 5)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("arch", "kv_type", "tile", "instruction"), marked(ATTENTION))
