@@ -39,8 +39,11 @@ demo: $(STAMP)
 	$(BIN)/ingot generate $(ENGINE) "$(PROMPT)"
 	$(BIN)/ingot compare $(ENGINE) build/smollm2
 
+# Two processes take half of the tests each, in order, so that few fixtures are made by both; who is done first takes
+# from the other. The tests start many processes, which are to find modules compiled.
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(TRITON)
-	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
 # The links give mypy the names that the folders are imported by (ingot.compiler, ...).
 lint: $(STAMP)

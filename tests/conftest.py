@@ -1,11 +1,12 @@
-"""What all tests share: the demo checkpoints, and the markers `gpu` and `slow`."""
+"""What all tests share: the demo checkpoints, what has been compiled, and the markers `gpu` and `slow`."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 import hypothesis
@@ -86,15 +87,88 @@ def gemma3_gguf(gemma3_demo: Result) -> Path:
     return gemma3_demo.gguf
 
 
+@pytest.fixture(scope="session")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of this run of pytest, the same in all of its processes."""
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
 @pytest.fixture(scope="session", autouse=True)
-def own_build_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def own_build_cache(run_folder: Path) -> Iterator[None]:
     """Builds of the command line neither see nor fill the user's build cache, unless a test names one."""
     from ingot.compiler.cache import build_cache
 
-    folder = tmp_path_factory.mktemp("build_cache")
+    folder = run_folder / "build_cache"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build_cache, "cache_folder", lambda: Path(os.environ.get("INGOT_CACHE") or folder))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_once(run_folder: Path) -> Iterator[Callable[..., list[str]]]:
+    """A C file that was compiled before in this run, by any of its processes, is taken from there: builds of tiny
+    models have many files in common. Gives what compiles in any case."""
+    from ingot.compiler.cache.build_cache import BuildCache
+    from ingot.compiler.cpu import toolchain
+    from ingot.compiler.cpu.isa import CpuIsa
+
+    compile_anew, kept = toolchain._compile, BuildCache(run_folder / "objects")
+
+    def compiled(sources: Mapping[str, str], isa: CpuIsa, include_dirs: Sequence[Path], folder: Path,
+                 compiler: toolchain.Compiler, jobs: int, mode: tuple[str, ...], suffix: str) -> list[str]:
+        keys = {name: f"{toolchain._object_key(text, isa, include_dirs, compiler)}{suffix}"
+                for name, text in sources.items()}
+        found = {name: data for name in sources if (data := kept.get("object", keys[name])) is not None}
+        for name, data in found.items():
+            (folder / f"{name}{suffix}").write_bytes(data)
+        missing = {name: text for name, text in sources.items() if name not in found}
+        compile_anew(missing, isa, include_dirs, folder, compiler, jobs, mode, suffix)
+        for name in missing:
+            kept.put("object", keys[name], (folder / f"{name}{suffix}").read_bytes())
+        return [f"{name}{suffix}" for name in sources]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(toolchain, "_compile", compiled)
+        yield compile_anew
+
+
+@pytest.fixture
+def compiles_anew(compiled_once: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """C files are compiled, whatever was compiled before."""
+    monkeypatch.setattr("ingot.compiler.cpu.toolchain._compile", compiled_once)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kept_compilers() -> Iterator[None]:
+    """A process that compiles kernels waits for the next test with the same environment: starting one takes as long as
+    compiling a small kernel."""
+    from ingot.compiler.gpu import triton_compile
+
+    start = triton_compile._Worker
+    waiting: dict[frozenset[tuple[str, str]], list[Kept]] = {}
+
+    class Kept(start):  # type: ignore[misc, valid-type]
+        def __init__(self, place: list[Kept]) -> None:
+            super().__init__()
+            self._place = place
+
+        def close(self) -> None:
+            if self._process.poll() is None:
+                self._place.append(self)
+            else:
+                super().close()
+
+    def worker() -> Kept:
+        environment = frozenset(item for item in os.environ.items() if item[0] != "PYTEST_CURRENT_TEST")
+        place = waiting.setdefault(environment, [])
+        return place.pop() if place else Kept(place)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_compile, "_Worker", worker)
+        yield
+    for each in chain.from_iterable(waiting.values()):
+        start.close(each)
 
 
 def _demo(name: str) -> Result:

@@ -37,7 +37,7 @@ def tool(name: str) -> Path:
 
 def disassemble(cubin: bytes) -> str:
     """The SASS text of every function in a cubin."""
-    return _run("nvdisasm", ["-c"], cubin)
+    return _run("nvdisasm", ["-c", "-ndf"], cubin)  # without an analysis of the flow of data, which shows in nothing
 
 
 def resources(cubin: bytes) -> Resources:

@@ -11,6 +11,8 @@ import pytest
 from ingot.compiler.cpu.isa import ISAS, host_isa
 from ingot.compiler.cpu.toolchain import CompileError, NoCompiler, assembly, compile_shared, version
 
+pytestmark = pytest.mark.usefixtures("compiles_anew")
+
 SOURCE = """
 #include <math.h>
 int helper(int);

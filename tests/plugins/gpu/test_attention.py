@@ -198,9 +198,9 @@ def test_tall_tiles_of_large_heads_compile_without_spills(kv_type: str) -> None:
     for candidate in candidates(p, device("sm_80")).legal:
         kernel = candidate.launches[0].kernel
         splits.setdefault(candidate.launches[0].grid[2], []).append(kernel)
-    code = compiled([kernel for kernels in splits.values() for kernel in kernels], "sm_80")
     assert len(splits) > 1
-    assert all(min(code[kernel].spill_stores for kernel in kernels) == 0 for kernels in splits.values())
+    for kernels in splits.values():
+        assert any(not compiled([kernel], "sm_80")[kernel].spill_stores for kernel in kernels)
 
 
 @pytest.mark.parametrize("y_type", ["fp8", "int8", "int8_sum32", "fp8_block", "nvfp4"])
