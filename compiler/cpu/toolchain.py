@@ -33,6 +33,8 @@ COMPILE_FLAGS = ("-std=gnu11", "-O3", "-g0", "-fPIC", "-fvisibility=hidden", "-f
                  "-fno-trapping-math", "-fno-sanitize=undefined", "-fno-stack-protector", "-Wall", "-Wextra",
                  "-Wno-unused-function", "-Wno-unused-parameter", "-Werror=implicit-function-declaration")
 LINK_FLAGS = ("-shared", "-s", "-Wl,--build-id=none", "-Wl,-z,defs", "-lm", "-lpthread")
+_INTRINSICS = {"x86_64": "<immintrin.h>", "aarch64": "<arm_neon.h>"}
+"""The compiler's own header for each machine: most of the text of a file of kernels."""
 _LINES_SHOWN = 12
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 
@@ -137,7 +139,13 @@ def _object_key(text: str, isa: CpuIsa, include_dirs: Sequence[Path], compiler: 
 
 
 def _headers(text: str, include_dirs: Sequence[Path]) -> dict[str, str]:
-    """SHA-256 of every header that a text includes by quotes, and of those that these include: name -> digest."""
+    """SHA-256 of every header of `_included`: name -> digest."""
+    return {name: hashlib.sha256(content.encode()).hexdigest()
+            for name, content in _included(text, include_dirs).items()}
+
+
+def _included(text: str, include_dirs: Sequence[Path]) -> dict[str, str]:
+    """Every header that a text includes by quotes, and those that these include: name -> text."""
     found: dict[str, str] = {}
     waiting = [(name, list(include_dirs)) for name in _INCLUDE.findall(text)]
     while waiting:
@@ -145,9 +153,8 @@ def _headers(text: str, include_dirs: Sequence[Path]) -> dict[str, str]:
         path = next((folder / name for folder in folders if (folder / name).is_file()), None)
         if name in found or path is None:  # the compiler's own, or missing: then compiling tells
             continue
-        content = path.read_text()
-        found[name] = hashlib.sha256(content.encode()).hexdigest()
-        waiting += [(inner, [path.parent, *include_dirs]) for inner in _INCLUDE.findall(content)]
+        found[name] = path.read_text()
+        waiting += [(inner, [path.parent, *include_dirs]) for inner in _INCLUDE.findall(found[name])]
     return found
 
 
@@ -172,18 +179,34 @@ def _objects(sources: Mapping[str, str], keys: Sequence[str], isa: CpuIsa, inclu
 def _compile(sources: Mapping[str, str], isa: CpuIsa, include_dirs: Sequence[Path], folder: Path, compiler: Compiler,
              jobs: int, mode: tuple[str, ...], suffix: str) -> list[str]:
     """Compile each text to `<its name><suffix>` inside folder; returns those names in the order of `sources`."""
-    prefix = command(isa, compiler)
+    prefix = [*command(isa, compiler), *COMPILE_FLAGS, *isa.extra_flags]
     includes = [f"-I{path.resolve()}" for path in include_dirs]
+    precompiled = _precompiled(sources, isa, include_dirs, folder, compiler, prefix)
 
     def one(name: str, text: str) -> str:
         assert "/" not in name and name.endswith(".c"), name
         (folder / name).write_text(text)
         made = name + suffix
-        _run([*prefix, *COMPILE_FLAGS, *isa.extra_flags, *includes, *mode, name, "-o", made], name, isa, str(folder))
+        _run([*prefix, *includes, *precompiled.get(name, ()), *mode, name, "-o", made], name, isa, str(folder))
         return made
 
     with ThreadPoolExecutor(max_workers=max(1, jobs)) as pool:
         return list(pool.map(one, sources.keys(), sources.values()))
+
+
+def _precompiled(sources: Mapping[str, str], isa: CpuIsa, include_dirs: Sequence[Path], folder: Path,
+                 compiler: Compiler, prefix: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Name of each file that reads the header of intrinsics -> the options by which zig takes it as read once for all.
+    What becomes of the files is the same to the byte."""
+    header = _INTRINSICS[isa.machine]
+    readers = [name for name, text in sources.items()
+               if any(header in each for each in (text, *_included(text, include_dirs).values()))]
+    if compiler != "zig" or len(readers) < 2:
+        return {}
+    source, made = "intrinsics.h", "intrinsics.pch"
+    (folder / source).write_text(f"#include {header}\n")
+    _run([*prefix, "-x", "c-header", source, "-o", made], source, isa, str(folder))
+    return dict.fromkeys(readers, ("-include-pch", made))
 
 
 def _run(words: Sequence[str], name: str, isa: CpuIsa, folder: str) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ingot.compiler.cpu import toolchain
 from ingot.compiler.cpu.isa import ISAS, host_isa
 from ingot.compiler.cpu.toolchain import CompileError, NoCompiler, assembly, compile_shared, version
 
@@ -48,6 +49,31 @@ def test_bytes_do_not_depend_on_paths(tmp_path: Path, isa: str) -> None:
         made.append((folder / "x.so").read_bytes())
     assert made[0] == made[1]
     assert str(tmp_path).encode() not in made[0]
+
+
+INTRINSICS = {
+    "x86-64-v3": ("immintrin.h", "void NAME(float *x) { _mm256_storeu_ps(x, _mm256_sqrt_ps(_mm256_loadu_ps(x))); }"),
+    "aarch64-dotprod": ("arm_neon.h", "void NAME(float *x) { vst1q_f32(x, vsqrtq_f32(vld1q_f32(x))); }")}
+
+
+@pytest.mark.parametrize("isa", INTRINSICS)
+def test_intrinsics_are_read_once_and_give_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                          isa: str) -> None:
+    """Of a file that includes them itself, one that a header includes them for, and one without."""
+    header, function = INTRINSICS[isa]
+    (tmp_path / "simd.h").write_text(f"#include <{header}>\n")
+    exported = '__attribute__((visibility("default"))) ' + function
+    sources = {"a.c": f"#include <{header}>\n" + exported.replace("NAME", "f"),
+               "b.c": '#define _GNU_SOURCE\n#include "simd.h"\n' + exported.replace("NAME", "g"), "c.c": HELPER}
+    made, run = [], toolchain._run
+    words: list[list[str]] = []
+    monkeypatch.setattr(toolchain, "_run", lambda *given: words.append(list(given[0])) or run(*given))
+    for precompiled in (toolchain._precompiled, lambda *given: {}):
+        monkeypatch.setattr(toolchain, "_precompiled", precompiled)
+        compile_shared(sources, ISAS[isa], [tmp_path], tmp_path / "x.so")
+        made.append((tmp_path / "x.so").read_bytes())
+    assert made[0] == made[1]
+    assert ["-include-pch" in each for each in words] == [False, True, True, False, False] + [False] * 4
 
 
 def test_error_shows_what_the_compiler_said(tmp_path: Path) -> None:
