@@ -11,18 +11,13 @@ import inspect
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from .generated import module_of
 from .kernel import GpuKernel, GpuLaunch, TensorMap
-
-_lock = threading.Lock()
-"""The interpreter keeps the number of the block that runs in one place for the whole process; run_together gives each
-of its threads one."""
 
 _SWITCH_S = 1e-4
 """A thread that waits for another one lets go after this time."""
@@ -44,10 +39,6 @@ class Prepared:
 
     def run(self) -> None:
         """Every block. Raises whatever the kernel raises, with a note of the block that did."""
-        with _lock:
-            self._run()
-
-    def _run(self) -> None:
         import numpy as np
         from triton.runtime.interpreter import interpreter_builder
 
@@ -75,24 +66,23 @@ def run_together(launches: Sequence[Prepared], give_up: Callable[[], None], limi
 
     def run(launch: Prepared) -> None:
         try:
-            launch._run()
+            launch.run()
         except Exception as error:
             failures.append(error)
             give_up()
 
     interval = sys.getswitchinterval()
     threads = [threading.Thread(target=run, args=(launch,), daemon=True) for launch in launches]
-    with _lock, _blocks_by_thread():
-        sys.setswitchinterval(_SWITCH_S)
-        try:
-            for thread in threads:
-                thread.start()
-            late = _join(threads, limit_s)
-            if late:
-                give_up()
-                _join(threads, limit_s)
-        finally:
-            sys.setswitchinterval(interval)
+    sys.setswitchinterval(_SWITCH_S)
+    try:
+        for thread in threads:
+            thread.start()
+        late = _join(threads, limit_s)
+        if late:
+            give_up()
+            _join(threads, limit_s)
+    finally:
+        sys.setswitchinterval(interval)
     if failures:
         raise failures[0]
     if late:
@@ -108,9 +98,10 @@ def _join(threads: Sequence[threading.Thread], limit_s: float) -> bool:
     return any(thread.is_alive() for thread in threads)
 
 
-@contextmanager
-def _blocks_by_thread() -> Iterator[None]:
-    """Each thread has a block number of its own."""
+@cache
+def _number_blocks_by_thread() -> None:
+    """The interpreter keeps the number of the block that runs in one place for the whole process: from now on each
+    thread has one."""
     from triton.runtime.interpreter import interpreter_builder
 
     kind, places = type(interpreter_builder), threading.local()
@@ -120,10 +111,6 @@ def _blocks_by_thread() -> Iterator[None]:
 
     interpreter_builder.__class__ = type(kind.__name__, (kind,), {name: of_thread(name)
                                                                  for name in ("grid_idx", "grid_dim")})
-    try:
-        yield
-    finally:
-        interpreter_builder.__class__ = kind
 
 
 def prepare(kernel: GpuKernel, grid: tuple[int, int, int], arguments: Mapping[str, int | float]) -> Prepared:
@@ -154,6 +141,7 @@ def _function(module: str, source: str, name: str) -> Callable[..., None]:
     found = getattr(module_of(module, source), name)
     assert isinstance(found, InterpretedFunction), "TRITON_INTERPRET=1 must be set before triton is first imported"
     install(check_overflow=True)
+    _number_blocks_by_thread()
     function: Callable[..., None] = found.rewrite()
     return function
 

@@ -119,17 +119,21 @@ def _gpu_compiler() -> Check:
 
 
 def _gpu() -> Check:
-    from ..devices.cuda_driver import list_gpus, load_driver
+    from ..devices.cuda_driver import list_gpus, load_driver, teams
 
     try:
         driver = load_driver()
         version_number = int(driver.call("cuDriverGetVersion"))
         gpus = list_gpus(driver)
+        together = teams(driver, gpus)
     except IngotError as error:
         return Check("gpu", "warn", " ".join(str(error).split()))
     driver_text = f"driver for CUDA {version_number // 1000}.{version_number % 1000 // 10}"
+    reach = [f"cuda:{','.join(str(gpu.ordinal) for gpu in team)} reach each other's memory" for team in together]
+    if len(gpus) > 1 and not together:
+        reach = ["none reaches another's memory: engines that are divided among GPUs (--tensor-parallel) do not run"]
     return Check("gpu", "ok", "; ".join([*(
-        f"cuda:{gpu.ordinal} {gpu.name}, {gpu.arch}, {size(gpu.memory_bytes)}" for gpu in gpus), driver_text]))
+        f"cuda:{gpu.ordinal} {gpu.name}, {gpu.arch}, {size(gpu.memory_bytes)}" for gpu in gpus), *reach, driver_text]))
 
 
 def _cache() -> Check:

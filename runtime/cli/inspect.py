@@ -98,10 +98,10 @@ def _obstacle(engine: EngineFile) -> str | None:
         if target_kind(engine.manifest) == "cpu":
             check_cpu(engine)
         else:
-            from ..devices.cuda import check_target
-            from ..devices.cuda_driver import find_gpu, load_driver
+            from ..devices.cuda import check_gpus
+            from ..devices.cuda_driver import load_driver
 
-            check_target(engine, find_gpu(load_driver(), 0))
+            check_gpus(engine, load_driver())
     except EngineMismatch as error:
         return str(error)
     except IngotError as error:

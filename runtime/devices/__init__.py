@@ -27,9 +27,10 @@ def target_kind(manifest: dict[str, Any]) -> str:
     return kind
 
 
-def device_of(engine: EngineFile, device: str | None = None) -> tuple[str, int]:
-    """(one of DEVICES, number of the GPU) that runs an engine: what is asked for ("cuda:1" is the second GPU), else
-    what it was built for.
+def device_of(engine: EngineFile, device: str | None = None) -> tuple[str, tuple[int, ...]]:
+    """(one of DEVICES, numbers of the GPUs) that run an engine: what is asked for ("cuda:1" is the second GPU,
+    "cuda:2,3" are two for an engine that is divided among as many), else what it was built for. Other devices have no
+    numbers.
 
     Raises RequestError if that does not run it, EngineMismatch if no device of this runtime does.
     """
@@ -39,29 +40,33 @@ def device_of(engine: EngineFile, device: str | None = None) -> tuple[str, int]:
                              "CPUs and for CUDA GPUs")
     able = ("cpu",) if kind == "cpu" else ("cuda", "emulator")
     name, colon, number = (device or able[0]).partition(":")
-    if name not in DEVICES or (colon and (name != "cuda" or not number.isdecimal())):
-        raise RequestError(f"--device: unknown device {device!r}; expected {', '.join(DEVICES)} or cuda:NUMBER")
+    numbers = number.split(",")
+    if name not in DEVICES or (colon and (name != "cuda" or not all(one.isdecimal() for one in numbers))):
+        raise RequestError(f"--device: unknown device {device!r}; expected {', '.join(DEVICES)}, cuda:NUMBER or "
+                           "cuda:NUMBER,NUMBER")
     if name not in able:
         raise RequestError(f"--device {name} does not run {engine.path}, which was built for {target}; it runs on: "
                            f"{', '.join(able)}")
-    return name, int(number or 0)
+    if name != "cuda":
+        return name, ()
+    from .gpu_collective import ranks_on
+
+    return name, ranks_on(engine, tuple(map(int, numbers)) if colon else ())
 
 
 def free_bytes(engine: EngineFile, device: str | None = None) -> int:
-    """Memory that an engine could take now on the device that would run it. Raises as device_of does, and NoGpu."""
-    name, number = device_of(engine, device)
+    """Memory that an engine could take now on the device that would run it, of each GPU. Raises as device_of does, and
+    NoGpu."""
+    name, numbers = device_of(engine, device)
     if name != "cuda":
         return available_memory_bytes()
     from .cuda_driver import find_gpu, load_driver
-    from .cuda_memory import CudaContext
+    from .cuda_memory import free_of
 
     with _emulator_told(engine):
         driver = load_driver()
-        context = CudaContext(driver, find_gpu(driver, number))
-    try:
-        return context.free_bytes()
-    finally:
-        context.close()
+        gpus = [find_gpu(driver, number) for number in numbers]
+    return min(free_of(driver, gpu) for gpu in gpus)
 
 
 @contextmanager
@@ -99,14 +104,14 @@ def load_program(engine: EngineFile, kv_cache_tokens: int | None = None, num_wor
     Raises EngineMismatch if the engine is for another machine, EngineFormatError if its plan is wrong, NoGpu,
     RequestError, WorkFailed.
     """
-    name, number = device_of(engine, device)
+    name, numbers = device_of(engine, device)
     fraction = default_fraction(engine, device) if kv_cache_fraction is None else kv_cache_fraction
     if name == "cuda":
         from .cuda import CudaProgram
 
         with _emulator_told(engine):
             return CudaProgram(engine, kv_cache_tokens, host_kv_tokens, kv_cache_fraction=fraction,
-                               most_kv_tokens=most_kv_tokens, ordinal=number)
+                               most_kv_tokens=most_kv_tokens, ordinals=numbers)
     if (tokens := kv_cache_tokens) is None:
         tokens = tokens_in_free_memory(engine.manifest, fraction)
         tokens = tokens if most_kv_tokens is None else min(tokens, most_kv_tokens)

@@ -7,6 +7,7 @@ Nothing here needs a CUDA toolkit: the driver's library, which comes with the NV
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,6 +136,25 @@ def find_gpu(driver: Driver, ordinal: int) -> GpuInfo:
     listed = "\n  ".join(f"cuda:{gpu.ordinal}  {gpu.name}, {gpu.arch}, {gpu.memory_bytes / 2**30:.0f} GiB"
                          for gpu in gpus)
     raise NoGpu(f"there is no GPU cuda:{ordinal}; this process sees:\n  {listed}")
+
+
+def reaches(driver: Driver, one: GpuInfo, other: GpuInfo) -> bool:
+    """Whether kernels on `one` can read and write the memory of `other`."""
+    first, second = (driver.call("cuDeviceGet", gpu.ordinal) for gpu in (one, other))
+    return bool(int(driver.call("cuDeviceCanAccessPeer", first, second)))
+
+
+def teams(driver: Driver, gpus: Sequence[GpuInfo]) -> list[list[GpuInfo]]:
+    """GPUs that all reach each other, at least two of them: each with the first team that takes it."""
+    found: list[list[GpuInfo]] = []
+    for gpu in gpus:
+        for team in found:
+            if all(reaches(driver, gpu, other) and reaches(driver, other, gpu) for other in team):
+                team.append(gpu)
+                break
+        else:
+            found.append([gpu])
+    return [team for team in found if len(team) > 1]
 
 
 def _info(driver: Driver, ordinal: int) -> GpuInfo:

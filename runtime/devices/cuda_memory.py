@@ -47,6 +47,7 @@ class MemoryNeeds:
 
 class CudaContext:
     """The primary context of a GPU, with one stream: what this device and others of the process (torch's) share.
+    handle: the driver's.
 
     Everything that is taken through it is released by `close`, the last first, after the stream has come to rest.
     """
@@ -55,7 +56,7 @@ class CudaContext:
         self.driver, self.gpu = driver, gpu
         self._owned = ExitStack()
         device = driver.call("cuDeviceGet", gpu.ordinal)
-        self._context = driver.call("cuDevicePrimaryCtxRetain", device)
+        self.handle = driver.call("cuDevicePrimaryCtxRetain", device)
         self._release_later("cuDevicePrimaryCtxRelease", device)
         try:
             self.enter()
@@ -69,7 +70,7 @@ class CudaContext:
 
     def enter(self) -> None:
         """Makes the context current for this thread."""
-        self.driver.call("cuCtxSetCurrent", self._context)
+        self.driver.call("cuCtxSetCurrent", self.handle)
 
     def synchronize(self) -> None:
         self.driver.call("cuStreamSynchronize", self.stream)
@@ -161,6 +162,15 @@ class CudaContext:
         if size:
             self.driver.call("cuMemcpyDtoH", data.ctypes.data, address, size)
         return data
+
+
+def free_of(driver: Driver, gpu: GpuInfo) -> int:
+    """Bytes of a GPU's memory that are free now."""
+    context = CudaContext(driver, gpu)
+    try:
+        return context.free_bytes()
+    finally:
+        context.close()
 
 
 def upload(context: CudaContext, pieces: Iterator[tuple[int, Bytes]],

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..engine_file import EngineFile
 from ..engine_format import EngineFormatError
+from ..errors import RequestError
 from .gpu_plan import GpuPlan, Launch, Place, peers_bytes
 
 MAX_RANKS = 8
@@ -31,6 +32,20 @@ def num_ranks(engine: EngineFile) -> int:
         raise EngineFormatError(f"{engine.path}: manifest.json: tensor_parallel: expected 1 to {MAX_RANKS}, "
                                 f"got {ranks!r}")
     return ranks
+
+
+def ranks_on(engine: EngineFile, ordinals: Sequence[int]) -> tuple[int, ...]:
+    """The numbers of the GPUs, one for each rank: those that are named, else the first ones. Raises RequestError."""
+    ranks = num_ranks(engine)
+    if not ordinals:
+        return tuple(range(ranks))
+    named = "cuda:" + ",".join(map(str, ordinals))
+    if len(ordinals) != ranks or len(set(ordinals)) != ranks:
+        wanted = "one GPU" if ranks == 1 else f"{ranks} different ones: its model is divided among them"
+        example = "cuda:" + ",".join(map(str, range(ranks)))
+        raise RequestError(f"--device {named} names {len(ordinals)} GPU{'' if len(ordinals) == 1 else 's'}; "
+                           f"{engine.path} runs on {wanted}.\n  For example: --device {example}")
+    return tuple(ordinals)
 
 
 def peer_table(rank: int, arenas: Sequence[int], signals: Sequence[int]) -> np.ndarray:

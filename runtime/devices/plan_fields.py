@@ -34,6 +34,10 @@ class KvLayout:
     block_bytes: int
     parts: Mapping[tuple[int, str], tuple[int, int]]
 
+    def num_blocks(self, tokens: int) -> int:
+        """That a sequence of so many tokens takes, of all tables."""
+        return -(-tokens // self.block_size) * len(self.windows)
+
 
 def mapped_weight(engine: EngineFile, blob: str, size: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
     """The bytes of a weight, of which there are as many as the plan says."""

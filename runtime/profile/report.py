@@ -47,9 +47,9 @@ def profile_engine(engine: EngineFile, context: int, num_workers: int | None, pr
 
 def _where(engine: EngineFile, num_workers: int | None, device: str | None) -> dict[str, Any]:
     """"device" that the engine runs on, and "num_workers" of a CPU, else None."""
-    name, number = device_of(engine, device)
+    name, numbers = device_of(engine, device)
     if name == "cuda":
-        return {"device": f"cuda:{number}", "num_workers": None}
+        return {"device": "cuda:" + ",".join(map(str, numbers)), "num_workers": None}
     return {"device": name, "num_workers": available_cores() if num_workers is None else num_workers}
 
 
@@ -57,7 +57,7 @@ def _ceilings(engine: EngineFile, where: dict[str, Any]) -> Ceilings:
     if where["device"].startswith("cuda"):
         from .gpu_ceilings import measure_gpu_ceilings
 
-        return measure_gpu_ceilings(int(where["device"].partition(":")[2]))
+        return measure_gpu_ceilings(int(where["device"].partition(":")[2].partition(",")[0]))
     check_cpu(engine)
     return measure_ceilings(engine, where["num_workers"])
 

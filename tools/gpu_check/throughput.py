@@ -88,7 +88,7 @@ def engine_speeds(path: Path, who: str, ordinal: int, batches: tuple[int, ...] =
     from ingot.runtime.devices.cuda import CudaProgram
 
     with EngineFile.open(path) as file:
-        program = CudaProgram(file, max(batches) * (context + steps + 32) + prompt, ordinal=ordinal)
+        program = CudaProgram(file, max(batches) * (context + steps + 32) + prompt, ordinals=(ordinal,))
         try:
             found = [_generation(program, who, batch, context, steps) for batch in batches]
             return [*found, _context(program, who, prompt)]

@@ -109,7 +109,7 @@ def test_inspect_of_an_engine_of_another_version(
     for view in ([], ["--memory"]):
         status, out, errors = run(capsys, "inspect", path, *view)
         assert (status, out) == (2, "")
-        assert "plan has version 1, this runtime reads 4.\n  Build it again: ingot build mock" in errors
+        assert "plan has version 1, this runtime reads 5.\n  Build it again: ingot build mock" in errors
 
 
 def test_inspect_views(capsys: pytest.CaptureFixture[str], mock_path: Path) -> None:

@@ -18,6 +18,11 @@ def test_gpus_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     check = doctor._gpu()
     assert check.status == "ok"
     assert "cuda:1 Fake GPU, sm_90" in check.detail and "driver for CUDA 13.0" in check.detail
+    assert "; cuda:0,1 reach each other's memory; " in check.detail
+    monkeypatch.setattr(cuda.bindings, "driver", FakeCuda({}, num_gpus=2, apart=((1, 0),)))
+    assert "none reaches another's memory" in doctor._gpu().detail
+    monkeypatch.setattr(cuda.bindings, "driver", FakeCuda({}))
+    assert "reach" not in doctor._gpu().detail
     monkeypatch.setattr(cuda.bindings, "driver", FakeCuda({}, version=12040))
     check = doctor._gpu()
     assert check.status == "warn" and "supports CUDA 12.4" in check.detail and "\n" not in check.detail

@@ -15,7 +15,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, permutations
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ from .fake_cuda_memory import FakeMemory, Refused
 
 _ANYWHERE = ("cuInit", "cuDriverGetVersion", "cuGetErrorName", "cuGetErrorString", "cuDeviceGetCount", "cuDeviceGet",
              "cuDeviceGetName", "cuDeviceTotalMem", "cuDeviceGetAttribute", "cuDevicePrimaryCtxRetain",
-             "cuDevicePrimaryCtxRelease", "cuCtxSetCurrent", "cuGetProcAddress")
+             "cuDevicePrimaryCtxRelease", "cuCtxSetCurrent", "cuGetProcAddress", "cuDeviceCanAccessPeer")
 _ENCODE = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_uint64, ctypes.c_int, ctypes.c_uint32, ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64),
     ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(ctypes.c_uint32), ctypes.POINTER(ctypes.c_uint32), ctypes.c_int,
@@ -38,6 +38,8 @@ _ENCODE = ctypes.CFUNCTYPE(
 _MAP = np.dtype([("magic", "<u8"), ("address", "<u8"), ("extents", "<u8", 2), ("stride", "<u8"), ("box", "<u4", 2),
                  ("element_type", "<u4"), ("swizzle", "<u4"), ("rest", "u1", 72)])
 _MAGIC = 0x746F676E69
+_CONTEXT = 77
+"""Handle of the first device's."""
 
 
 @dataclass
@@ -66,22 +68,26 @@ class FakeCuda(FakeMemory):
     """kernels: SHA-256 of a cubin -> the kernel that it was compiled from. sources: module -> text of generated ones.
 
     fail(name, number, status): the number-th call from now on of that function fails.
-    faulty: symbol of a kernel that touches memory which is not its own.
+    faulty: symbol of a kernel that touches memory which is not its own, on every device or on the one of its number.
+    apart: pairs of devices, the first of which does not reach the memory of the second.
     """
 
     def __init__(self, kernels: Mapping[str, Kernel], sources: Mapping[str, str] | None = None, *,
-                 memory_bytes: int = 1 << 30, arch: tuple[int, int] = (9, 0), shared_per_block: int = 227 << 10,
-                 num_gpus: int = 1, version: int = 13000) -> None:
+                 memory_bytes: int | tuple[int, ...] = 1 << 30, arch: tuple[int, int] = (9, 0),
+                 shared_per_block: int = 227 << 10, num_gpus: int = 1, version: int = 13000,
+                 apart: tuple[tuple[int, int], ...] = (), multiprocessors: int = 132) -> None:
         super().__init__(memory_bytes)
         self.kernels, self.sources = kernels, sources or {}
         self.arch, self.shared_per_block = arch, shared_per_block
         self.num_gpus, self.version = num_gpus, version
         self.calls: dict[str, int] = {}
-        self.faulty: str | None = None
+        self.apart, self.multiprocessors = apart, multiprocessors
+        self.peers: set[tuple[int, int]] = set()
+        self.faulty: str | tuple[str, int] | None = None
         self.launched: list[str] = []
         self.overlapping = 0  # nodes of instantiated graphs that may begin while the one before them runs
         self._failures: dict[str, list[Any]] = {}
-        self._retained = 0
+        self._retained: dict[int, int] = {}
         self._current = threading.local()
         self._initialised = False
         self._encode = _ENCODE(self._encode_tiled)
@@ -93,7 +99,8 @@ class FakeCuda(FakeMemory):
 
     def assert_nothing_held(self) -> None:
         super().assert_nothing_held()
-        assert not self._retained, f"the context is retained {self._retained} times"
+        assert not self._retained, f"contexts are retained: {self._retained}"
+        assert not self.peers, f"access to other devices is still enabled: {self.peers}"
 
     # How a call is made
 
@@ -124,12 +131,16 @@ class FakeCuda(FakeMemory):
             if failure[0] == 0:
                 del self._failures[name]
                 raise Refused(failure[1])
-        if self._sticky and name not in _ANYWHERE:
-            raise Refused(self._sticky)
         if name not in ("cuInit", "cuDriverGetVersion") and not self._initialised:
             raise Refused("CUDA_ERROR_NOT_INITIALIZED")
-        if name not in _ANYWHERE and not getattr(self._current, "context", None):
-            raise Refused("CUDA_ERROR_INVALID_CONTEXT")
+        if name not in _ANYWHERE:
+            if self.here() not in self._retained:
+                raise Refused("CUDA_ERROR_INVALID_CONTEXT")
+            if self.here() in self._sticky:
+                raise Refused(self._sticky[self.here()])
+
+    def here(self) -> int:
+        return int(getattr(self._current, "device", -1))
 
     # Devices and contexts
 
@@ -160,7 +171,7 @@ class FakeCuda(FakeMemory):
         return b"Fake GPU".ljust(length, b"\0")
 
     def _cuDeviceTotalMem(self, device: Any) -> int:
-        return self.memory_bytes
+        return self.memory_of(int(device))
 
     def _cuDeviceGetAttribute(self, attribute: Any, device: Any) -> int:
         assert isinstance(device, real.CUdevice)
@@ -168,22 +179,42 @@ class FakeCuda(FakeMemory):
         return {kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: self.arch[0],
                 kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: self.arch[1],
                 kinds.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: self.shared_per_block,
-                kinds.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: 132}[attribute]
+                kinds.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: self.multiprocessors}[attribute]
 
     def _cuDevicePrimaryCtxRetain(self, device: Any) -> Any:
         assert isinstance(device, real.CUdevice)
-        self._retained += 1
-        return real.CUcontext(77)
+        self._retained[int(device)] = self._retained.get(int(device), 0) + 1
+        return real.CUcontext(_CONTEXT + int(device))
 
     def _cuDevicePrimaryCtxRelease(self, device: Any) -> None:
-        assert self._retained > 0, "released more often than retained"
-        self._retained -= 1
+        number = int(device)
+        assert self._retained.get(number, 0) > 0, "released more often than retained"
+        self._retained[number] -= 1
+        if not self._retained[number]:
+            del self._retained[number]
+            self.peers = {pair for pair in self.peers if number != pair[0]}
         if not self._retained:
             self._current = threading.local()
 
     def _cuCtxSetCurrent(self, context: Any) -> None:
-        assert self._retained and int(context) == 77
-        self._current.context = 77
+        assert int(context) - _CONTEXT in self._retained
+        self._current.device = int(context) - _CONTEXT
+
+    def _cuDeviceCanAccessPeer(self, device: Any, peer: Any) -> int:
+        assert isinstance(device, real.CUdevice) and isinstance(peer, real.CUdevice) and int(device) != int(peer)
+        return int((int(device), int(peer)) not in self.apart)
+
+    def _cuCtxEnablePeerAccess(self, context: Any, flags: int) -> None:
+        pair = self.here(), int(context) - _CONTEXT
+        assert flags == 0 and pair[1] in self._retained
+        if pair in self.apart:
+            raise Refused("CUDA_ERROR_PEER_ACCESS_UNSUPPORTED")
+        if pair in self.peers:
+            raise Refused("CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED")
+        self.peers.add(pair)
+
+    def _cuCtxDisablePeerAccess(self, context: Any) -> None:
+        self.peers.remove((self.here(), int(context) - _CONTEXT))
 
     def _cuGetProcAddress(self, name: bytes, version: int, flags: int) -> tuple[int, Any]:
         assert (name, version, flags) == (b"cuTensorMapEncodeTiled", 12000, 0)
@@ -276,13 +307,16 @@ class FakeCuda(FakeMemory):
         assert shared == kernel.shared_bytes
         values = self._values(kernel, self._parameters(loaded, array))
         prepared: list[Prepared] = []
+        device = self.here()
 
         def run() -> None:
             cluster = attributes.get("clusterDim", 1)
             assert cluster == kernel.cluster and grid[0] % cluster == 0, (kernel.symbol, cluster, grid)
             self.launched.append(kernel.symbol)
-            if kernel.symbol == self.faulty:
+            if self.faulty in (kernel.symbol, (kernel.symbol, device)):
                 raise Refused("CUDA_ERROR_ILLEGAL_ADDRESS")
+            if kernel.exchanges:
+                assert set(permutations(self._retained, 2)) <= self.peers, "the memory of a GPU that is not reached"
             if not prepared:
                 prepared.append(interpreted(kernel, (grid[0] // cluster, grid[1], grid[2]), values, self.sources))
             prepared[0].run()

@@ -48,9 +48,9 @@ def main() -> None:
     log = Path(os.environ["STUB_LOG"])
     with EngineFile.open(sys.argv[1]) as engine:
         program = CudaProgram(engine, 256, 64)
-        handles = {symbol: int(function) for symbol, function in program._kernels._functions.items()}
+        handles = {symbol: int(function) for symbol, function in program._ranks[0].kernels._functions.items()}
         wanted = []
-        for bucket in program._buckets:
+        for bucket in program._ranks[0].buckets:
             for number, launch in enumerate(bucket.launches):
                 wanted += expected_maps(launch)
                 overlaps = number > 0 and launch.kernel.programmatic_launch
@@ -62,7 +62,7 @@ def main() -> None:
                     wanted.append("edge 1: 1 0 1, 1")
         got = log.read_text().splitlines()
         assert [line for line in got if line.startswith(("node", "map", "edge"))] == wanted
-        large = {f"attribute {handles[kernel.symbol]} 8 {kernel.shared_bytes}" for bucket in program._buckets
+        large = {f"attribute {handles[kernel.symbol]} 8 {kernel.shared_bytes}" for bucket in program._ranks[0].buckets
                  for kernel in (launch.kernel for launch in bucket.launches) if kernel.shared_bytes > 48 << 10}
         assert {line for line in got if line.startswith("attribute") and line.split()[2] == "8"} == large
         assert "event 2" in got, "CU_EVENT_DISABLE_TIMING"
@@ -75,7 +75,7 @@ def main() -> None:
         program.copy_blocks([(0, 1), (1, 16), (16, 2)])
         before = len(log.read_text().splitlines())
         program.trace(inputs, {"x"})
-        bucket = program._buckets[1]
+        bucket = program._ranks[0].buckets[1]
         wanted = []
         for launch in bucket.launches:
             wanted += expected_maps(launch)

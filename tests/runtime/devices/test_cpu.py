@@ -227,7 +227,7 @@ def test_a_wrong_plan_is_refused(mock_code: bytes, tmp_path: Path, edit: Any, me
 def test_an_engine_of_another_version_is_refused(mock_code: bytes, tmp_path: Path) -> None:
     path = write_engine(tmp_path / "old.engine", mock_code, edit_plan=_set("version", 1))
     with pytest.raises(EngineMismatch, match=r"built by Ingot 0\.1\.0 for another version of the runtime: its plan has "
-                       r"version 1, this runtime reads 4\.\n  Build it again: ingot build mock --target cpu"):
+                       r"version 1, this runtime reads 5\.\n  Build it again: ingot build mock --target cpu"):
         load(path)
     stale = bytes(mock_code).replace(b"ingot_start", b"ingot_begin")
     with pytest.raises(EngineFormatError, match="no symbol ingot_start"):

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
 
 from ingot.plugins.gpu.floats import from_bf16
-from ingot.runtime.devices.cuda import CudaProgram, _runs, runs_on
+from ingot.runtime.devices.cuda import CudaProgram, runs_on
 from ingot.runtime.devices.cuda_driver import Driver
+from ingot.runtime.devices.cuda_rank import runs
+from ingot.runtime.devices.emulator import EmulatorProgram
 from ingot.runtime.engine import Engine
 from ingot.runtime.engine_file import EngineFile
 from ingot.runtime.program import step_logits
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 TOKENS = [7, 100, 13, 13, 91, 0, 155, 30, 31, 32]
 
 
-def fill(program: CudaProgram, number: int, tokens: list[int], **sampling: Any) -> Any:
+def fill(program: CudaProgram | EmulatorProgram, number: int, tokens: list[int], **sampling: Any) -> Any:
     """Inputs that ask for the logits of every token; sampled by these parameters, if any are given."""
     inputs = program.inputs[number]
     inputs.clear()
@@ -64,7 +66,7 @@ def test_kernels_that_wait_begin_while_the_one_before_ends(load: Load, tmp_path:
 
     def launches(edit: Callable[[dict[str, Any]], None] | None) -> tuple[int, int, int]:
         program, fake = load(path=mock.write_engine(tmp_path / f"{edit}.engine", edit_plan=edit))
-        buckets = [bucket.launches for bucket in program._buckets]
+        buckets = [bucket.launches for bucket in program._ranks[0].buckets]
         found = fake.overlapping, sum(launch.kernel.programmatic_launch for bucket in buckets for launch in bucket[1:])
         program.profile(fill(program, 0, TOKENS))
         assert fake.overlapping == found[0], "launches whose time is taken run alone"
@@ -145,10 +147,10 @@ def test_long_steps_are_slept_through(load: Load, monkeypatch: pytest.MonkeyPatc
         now[0] += 0.010 if args[0] == "cuEventSynchronize" else 0
         return call(*args)
 
-    call = program._context.driver.call
+    call = program._ranks[0].context.driver.call
     monkeypatch.setattr("ingot.runtime.devices.cuda.sleep", sleep)
     monkeypatch.setattr("ingot.runtime.devices.cuda.perf_counter", lambda: now[0])
-    monkeypatch.setattr(program._context.driver, "call", synchronize)
+    monkeypatch.setattr(program._ranks[0].context.driver, "call", synchronize)
     program.launch(fill(program, 0, TOKENS[:1]))
     program.wait()
     assert slept == [] and program._expected_s == [pytest.approx(0.010), 0.0]
@@ -156,7 +158,7 @@ def test_long_steps_are_slept_through(load: Load, monkeypatch: pytest.MonkeyPatc
     program.wait()
     assert slept == [pytest.approx(0.009 - 2e-4)]
     program.launch(fill(program, 0, TOKENS[:1]))
-    program._context.synchronize()  # it has ended long before it is waited for
+    program._ranks[0].context.synchronize()  # it has ended long before it is waited for
     now[0] += 0.004
     program.wait()
     assert len(slept) == 1 and program._expected_s[0] < 0.0188
@@ -225,7 +227,7 @@ def test_blocks_of_both_tiers(load: Load) -> None:
     for source, destination in [*pairs, (0, 2)]:
         blocks[destination] = blocks[source]
     program.copy_blocks([])
-    program._context.synchronize()
+    program._ranks[0].context.synchronize()
     for number, data in enumerate(blocks):
         assert np.array_equal(read_block(program, fake, number), data), number
 
@@ -238,7 +240,7 @@ def test_neighbours_are_copied_together(load: Load) -> None:
 
 
 def address(program: CudaProgram, fake: FakeCuda, number: int) -> int:
-    return program._block_address(number)
+    return program._ranks[0].block_address(number)
 
 
 def write_block(program: CudaProgram, fake: FakeCuda, number: int, data: np.ndarray) -> None:
@@ -254,7 +256,7 @@ def view(program: CudaProgram, number: int) -> np.ndarray:
     import ctypes
 
     return np.ctypeslib.as_array(
-        (ctypes.c_uint8 * program.block_bytes).from_address(program._block_address(number)))
+        (ctypes.c_uint8 * program.block_bytes).from_address(program._ranks[0].block_address(number)))
 
 
 @given(st.lists(st.tuples(st.integers(0, 11), st.integers(0, 11)).filter(lambda pair: pair[0] != pair[1]), max_size=20))
@@ -263,7 +265,7 @@ def test_runs_are_the_pairs(pairs: list[tuple[int, int]]) -> None:
     wanted, got = list(range(12)), list(range(12))
     for source, destination in pairs:
         wanted[destination] = wanted[source]
-    for source, destination, count in _runs(pairs, 8):
+    for source, destination, count in runs(pairs, 8):
         for begin in (source, destination):
             assert begin + count <= 8 or begin >= 8, "leaves its tier"
         got[destination : destination + count] = got[source : source + count]

@@ -25,15 +25,17 @@ PROMPTS = [[5, 99, 17, 200, 3], [42, 7]]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "precision"), [("llama", "bf16"), ("qwen3", "fp8")])
+@pytest.mark.parametrize(("family", "precision", "ranks"), [("llama", "bf16", 1), ("qwen3", "fp8", 1),
+                                                            ("llama", "fp8", 2)])
 def test_tokens_of_the_emulator(tmp_path: Path, fake_driver: Callable[..., FakeCuda], monkeypatch: pytest.MonkeyPatch,
-                                family: str, precision: str) -> None:
+                                family: str, precision: str, ranks: int) -> None:
     save_random(small_config(family, hidden_size=256, intermediate_size=384, head_dim=64), tmp_path / "model")
     path = tmp_path / "small.engine"
     build(BuildRequest(model=str(tmp_path / "model"), target="h200", precision=precision, output=path,
-                       max_batch_size=2, max_num_tokens=8, max_seq_len=64))
+                       max_batch_size=2, max_num_tokens=8, max_seq_len=64,
+                       tensor_parallel=ranks))
     with EngineFile.open(path) as file:
-        fake = fake_driver(file)
+        fake = fake_driver(file, num_gpus=ranks)
     monkeypatch.setattr("ingot.runtime.devices.cuda.load_driver", lambda: Driver(fake))
     found = {}
     for device in ("emulator", "cuda"):

@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 
 def refused(fake_driver: Fake, path: Path, kind: type[IngotError], match: str, kv_cache_tokens: int | None = 256,
-            change: Callable[[FakeCuda], object] = lambda fake: None, kv_cache_fraction: float = 0.9, ordinal: int = 0,
-            **options: Any) -> str:
+            change: Callable[[FakeCuda], object] = lambda fake: None, kv_cache_fraction: float = 0.9,
+            ordinals: tuple[int, ...] = (), **options: Any) -> str:
     """Loading raises such an error, and leaves nothing behind."""
     with EngineFile.open(path) as engine:
         fake = fake_driver(engine, **options)
         change(fake)
         with pytest.raises(kind, match=match) as caught:
-            CudaProgram(engine, kv_cache_tokens, 64, driver=Driver(fake), ordinal=ordinal,
+            CudaProgram(engine, kv_cache_tokens, 64, driver=Driver(fake), ordinals=ordinals,
                         kv_cache_fraction=kv_cache_fraction)
         assert type(caught.value) is kind
         fake.assert_nothing_held()
@@ -101,14 +101,8 @@ def test_another_architecture(fake_driver: Fake, gpu_engine: Path, tmp_path: Pat
     refused(fake_driver, path, EngineFormatError, "CUDA_ERROR_NO_BINARY_FOR_GPU", arch=(8, 0))
 
 
-def test_several_gpus_of_one_engine(fake_driver: Fake, tmp_path: Path) -> None:
-    path = mock.write_engine(tmp_path / "tp.engine", tensor_parallel=2)
-    told = refused(fake_driver, path, EngineMismatch, "divided over 2 GPUs")
-    assert "--device emulator" in told
-
-
 def test_which_gpu(fake_driver: Fake, gpu_engine: Path, load: Load) -> None:
-    told = refused(fake_driver, gpu_engine, NoGpu, "there is no GPU cuda:3", ordinal=3, num_gpus=2)
+    told = refused(fake_driver, gpu_engine, NoGpu, "there is no GPU cuda:3", ordinals=(3,), num_gpus=2)
     assert "cuda:1  Fake GPU, sm_90, 1 GiB" in told
     program, fake = load(num_gpus=2)
     assert program.gpu.ordinal == 0 and len(list_gpus(Driver(fake))) == 2

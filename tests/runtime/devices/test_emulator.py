@@ -256,14 +256,16 @@ def test_a_process_that_compiles(gpu_engine: Path, imported: str) -> None:
 
 def test_devices_by_name(gpu_engine: Path, mock_path: Path) -> None:
     with EngineFile.open(gpu_engine) as gpu, EngineFile.open(mock_path) as cpu:
-        assert devices.device_of(gpu) == ("cuda", 0) and devices.device_of(cpu) == ("cpu", 0)
-        assert devices.device_of(gpu, "cuda:3") == ("cuda", 3) and devices.device_of(gpu, "emulator") == ("emulator", 0)
+        assert devices.device_of(gpu) == ("cuda", (0,)) and devices.device_of(cpu) == ("cpu", ())
+        assert devices.device_of(gpu, "cuda:3") == ("cuda", (3,))
+        assert devices.device_of(gpu, "emulator") == ("emulator", ())
         for engine, device, told in (
                 (cpu, "emulator", "--device emulator does not run .*, which was built for cpu:.*; it runs on: cpu"),
                 (cpu, "cuda", "--device cuda does not run"), (gpu, "cpu", "it runs on: cuda, emulator"),
-                (gpu, "tpu", "unknown device 'tpu'; expected cpu, cuda, emulator or cuda:NUMBER"),
+                (gpu, "tpu", "unknown device 'tpu'; expected cpu, cuda, emulator, cuda:NUMBER or cuda:NUMBER,NUMBER"),
                 (gpu, "cuda:x", "unknown device 'cuda:x'"), (gpu, "emulator:0", "unknown device 'emulator:0'"),
-                (gpu, "cuda:", "unknown device 'cuda:'")):
+                (gpu, "cuda:", "unknown device 'cuda:'"), (gpu, "cuda:0,", "unknown device 'cuda:0,'"),
+                (gpu, "cuda:0,1", "cuda:0,1 names 2 GPUs; .* runs on one GPU.\n  For example: --device cuda:0$")):
             with pytest.raises(RequestError, match=told):
                 devices.device_of(engine, device)
         assert devices.free_bytes(gpu, "emulator") == pytest.approx(devices.free_bytes(cpu), rel=0.2)

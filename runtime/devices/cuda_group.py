@@ -1,0 +1,106 @@
+"""The GPUs of one engine, one for each rank: their contexts, which reach each other's memory, and what the kernels by
+which they exchange values need (gpu_collective.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import permutations
+
+import numpy as np
+
+from ..errors import RequestError
+from .cuda_driver import CudaError, Driver, GpuInfo, reaches
+from .cuda_memory import Bytes, CudaContext
+from .gpu_collective import GIVEN_UP, peer_table
+
+
+class NoPeerAccess(RequestError):
+    """Two GPUs cannot read each other's memory."""
+
+
+def check_peers(driver: Driver, gpus: Sequence[GpuInfo]) -> None:
+    """Raises NoPeerAccess that names the pairs of GPUs that do not reach each other."""
+    apart = [f"cuda:{one.ordinal} ({one.name}) does not reach the memory of cuda:{other.ordinal} ({other.name})"
+             for one, other in permutations(gpus, 2) if not reaches(driver, one, other)]
+    if apart:
+        listed = "\n  ".join(apart)
+        raise NoPeerAccess(
+            f"the GPUs of an engine read each other's memory, and some of these cannot:\n  {listed}\n"
+            "  Choose others (--device cuda:0,1; `ingot doctor` tells which reach which). Within a virtual machine, an "
+            "IOMMU or the machine's settings may be in the way; most GeForce cards cannot.")
+
+
+class CudaGroup:
+    """contexts: in the order of the ranks. Everything that is taken through them is released by `close`."""
+
+    def __init__(self, driver: Driver, gpus: Sequence[GpuInfo]) -> None:
+        """gpus: reach each other (check_peers). Raises CudaError; then nothing is held."""
+        self._driver = driver
+        self.contexts: list[CudaContext] = []
+        self._enabled: list[tuple[CudaContext, CudaContext]] = []
+        self._signals: list[int] = []
+        self._rescue: list[object] = []
+        """A stream on each GPU, beside the one whose kernels may wait for a signal that does not come."""
+        try:
+            for gpu in gpus:
+                self.contexts.append(CudaContext(driver, gpu))
+            for one, other in permutations(self.contexts, 2):
+                self._enable(one, other)
+        except BaseException:
+            self.close()
+            raise
+
+    def connect(self, arenas: Sequence[int], signal_bytes: int) -> list[int]:
+        """Signals for all ranks, and tables by which their kernels find each other: the address of each rank's table.
+
+        arenas: the address of each rank's. Raises CudaError, WorkFailed.
+        """
+        for context, _ in zip(self.contexts, arenas, strict=True):
+            context.enter()
+            self._signals.append(context.allocate(signal_bytes))
+            context.clear(self._signals[-1], signal_bytes)
+            flags = self._driver.enum("CUstream_flags", "CU_STREAM_NON_BLOCKING")
+            self._rescue.append(context.own(self._driver.call("cuStreamCreate", flags), "cuStreamDestroy"))
+        self._given_up: Bytes = self.contexts[-1].pinned(signal_bytes, "signals between GPUs")
+        self._given_up.fill(GIVEN_UP)
+        tables = []
+        for rank, context in enumerate(self.contexts):
+            context.enter()
+            table = peer_table(rank, arenas, self._signals).view(np.uint8)
+            tables.append(context.allocate(table.size))
+            context.write(tables[-1], table)
+        return tables
+
+    def give_up(self) -> None:
+        """Lets kernels go on that wait for a rank: what they compute then is nothing. For when one GPU has failed."""
+        for context, address, stream in zip(self.contexts, self._signals, self._rescue, strict=False):  # one has none
+            with suppress(CudaError):  # the one that has failed
+                context.enter()
+                self._driver.call("cuMemcpyHtoDAsync", address, int(self._given_up.ctypes.data), self._given_up.size,
+                                  stream)
+                self._driver.call("cuStreamSynchronize", stream)
+
+    def close(self) -> None:
+        """Gives everything back when all GPUs have come to rest; further calls do nothing."""
+        for context in self.contexts:
+            with suppress(CudaError):
+                context.enter()
+                context.synchronize()
+        while self._enabled:
+            one, other = self._enabled.pop()
+            with suppress(CudaError):
+                one.enter()
+                self._driver.call("cuCtxDisablePeerAccess", other.handle)
+        for context in reversed(self.contexts):
+            context.close()
+
+    def _enable(self, one: CudaContext, other: CudaContext) -> None:
+        one.enter()
+        try:
+            self._driver.call("cuCtxEnablePeerAccess", other.handle, 0)
+        except CudaError as error:
+            if error.name != "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED":  # by others of the process, who keep it
+                raise
+        else:
+            self._enabled.append((one, other))
