@@ -10,7 +10,7 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from threading import RLock
@@ -30,6 +30,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..weights.evaluate import TensorSource
 from ..weights.expr import input_scales
 from ..weights.packed import Moments, PackedWeight
+from ..weights.sharding import at_rank
 from .build_cache import BuildCache
 from .keys import key, library_versions, source_digest
 from .tensor_digests import checkpoint_digest
@@ -196,8 +197,10 @@ class Calibration:
 def calibrated(checkpoint: Checkpoint, weights: Sequence[PackedWeight], inputs: InputsOfModel, method: str = "best",
                progress: Callable[[str], None] = lambda detail: None) -> Calibration:
     """Weights that rounding changes are rounded for their inputs, where these are known. The model runs only if there
-    are such, and the cache does not know. method: key of record.METHODS."""
-    asked = [weight for weight in weights if weight.group or (column_scale(weight) and method in ("awq", "best"))]
+    are such, and the cache does not know. method: key of record.METHODS. Where ranks hold different parts, what is
+    chosen for the first one's holds for all."""
+    asked = [replace(weight, expr=at_rank(weight.expr, 0)) for weight in weights
+             if weight.group or (column_scale(weight) and method in ("awq", "best"))]
     rounded = [weight for weight in asked if is_rounded(weight, checkpoint)]
     choices: dict[str, Choice] = {}
     parameters: dict[str, str] = {}
@@ -240,8 +243,14 @@ def _of_stack(inputs: InputsOfModel, weight: PackedWeight, compensates: bool) ->
 
 
 def _usable(inputs: InputsOfModel, parameter: str, weight: PackedWeight) -> bool:
-    """Of experts each is looked at when it is rounded: some may not have met a token."""
-    return inputs.knows(parameter) and (len(weight.expr.shape) == 3 or inputs.statistics(parameter) is not None)
+    """Of experts each is looked at when it is rounded: some may not have met a token. A rank's part of the channels is
+    not known apart."""
+    if not inputs.knows(parameter):
+        return False
+    if len(weight.expr.shape) == 3:
+        return True
+    found = inputs.statistics(parameter)
+    return found is not None and found.width == weight.expr.shape[1]
 
 
 def _choice(members: Sequence[PackedWeight], parameter: str, checkpoint: Checkpoint, inputs: InputsOfModel, method: str,

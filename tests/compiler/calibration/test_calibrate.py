@@ -26,6 +26,8 @@ from ingot.compiler.targets import find_target
 from ingot.compiler.tokenizer import CONFIG, TOKENIZER
 from ingot.compiler.weights.expr import concat, literal, tensor
 from ingot.compiler.weights.packed import PANELS, ROWS, PackedWeight, Packing
+from ingot.compiler.weights.sharding import Segment, shard
+from ingot.compiler.write_weights import by_rank
 from ingot.plugins.linear.pack import unpack
 from ingot.plugins.scheme import SCHEMES
 
@@ -63,6 +65,20 @@ def test_moments_for_what_four_bits_change(checkpoint: Checkpoint) -> None:
     of = found.moments(weights[0])
     assert of is not None and of(0)[0].shape == (64, 64)  # type: ignore[index]
     assert found.moments(weights[2]) is None and found.moments(weights[3]) is None and found.key(weights[3]) is None
+
+
+@pytest.mark.parametrize("packing", [Packing("int4", ROWS), Packing("fp8", ROWS), Packing("int8_token", ROWS)], ids=str)
+def test_of_what_ranks_divide_the_first_decides(checkpoint: Checkpoint, packing: Packing) -> None:
+    """By its inputs' channels a matrix is rounded for itself: the moments are those of all of them."""
+    rows, width = checkpoint.shape(DOWN)
+    whole = tensor(DOWN, (rows, width))
+    weights = [PackedWeight(f"w{axis}", shard(whole, axis, [Segment(size, 2)], 2), packing, f"part {axis}", (DOWN,))
+               for axis, size in enumerate((rows, width))]
+    found = calibrated(checkpoint, weights, inputs(checkpoint))
+    assert [found.method(weight) for weight in weights] == ["gptq", "rtn"]
+    assert found.warnings == ("not calibrated: 1 of 2 weights, such as part 1; they are rounded to nearest",)
+    for weight in map(by_rank, weights):
+        assert len(weight) == 2 and all(part.make(checkpoint, found.moments(part)).size for part in weight)
 
 
 @pytest.mark.parametrize("packing", [W4A8, Packing("int4", "rows"), Packing("nvfp4", "rows")], ids=str)
