@@ -20,6 +20,7 @@ import os
 import re
 import secrets
 import shutil
+import tempfile
 import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -66,6 +67,11 @@ def check_output(path: Path, overwrite: bool) -> None:
         raise RequestError(f"{path}: the folder {folder} does not exist; create it or choose another path")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise RequestError(f"{path}: the folder {folder} cannot be written to; choose another path")
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:  # as in /proc, which an administrator seems to be allowed to write to
+        raise RequestError(f"{path}: no file can be made in the folder {folder}: {error.strerror}; choose another path"
+                           ) from None
     if os.path.lexists(path):
         if not (path.is_file() or path.is_symlink()):
             raise RequestError(f"{path} exists and is not a file; choose another path")

@@ -185,8 +185,8 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return _error_response(ApiError(error.status, text, code="unknown_url" if error.status == 404 else None),
                                {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {})
     except web.RequestPayloadError:  # nothing that follows on this connection can be understood
-        error = ApiError(400, "the body cannot be read: it is not what its Content-Encoding or Transfer-Encoding says")
-        return _error_response(error, {"Connection": "close"})
+        return _error_response(ApiError(400, "the body cannot be read: it is not what its Content-Encoding or "
+                                             "Transfer-Encoding says"), {"Connection": "close"})
     except ConnectionError:
         raise  # the client has gone
     except Exception:

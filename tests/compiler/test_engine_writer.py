@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from ingot.compiler import engine_writer
-from ingot.compiler.engine_writer import DiskFull, EngineWriter
+from ingot.compiler.engine_writer import DiskFull, EngineWriter, check_output
 from ingot.runtime.engine_file import EngineFile, verify
 from ingot.runtime.engine_format import EngineFormatError
 from ingot.runtime.errors import RequestError, WorkFailed
@@ -310,6 +310,12 @@ def test_hashes_that_the_caller_knows(tmp_path: Path) -> None:
         writer.finish(MANIFEST_FIELDS)
     with EngineFile.open(tmp_path / "x.engine") as file:
         assert file.read(name) == data and file.verify()
+
+
+def test_a_folder_that_only_seems_to_take_files() -> None:
+    """Before any work: an administrator may write to /proc, but no file can be made there."""
+    with pytest.raises(RequestError, match=r"/proc/x\.engine: (no file can be made in )?the folder /proc"):
+        check_output(Path("/proc/x.engine"), overwrite=False)
 
 
 def test_disk_that_is_known_to_be_too_small(tmp_path: Path) -> None:

@@ -283,7 +283,7 @@ def _compare(request: Request, got: Got, want: Got) -> None:
                                                                 want.matched_stop), (request, got, want)
         if request.wants_text or request.params.stop:
             assert got.text == want.text, (request, got, want)
-    rows = list(zip(got.logprobs, want.logprobs, strict=False))
+    rows: list[tuple[Any, Any]] = list(zip(got.logprobs, want.logprobs, strict=False))
     if request.params.logprobs is not None:
         assert len(got.logprobs) == count
     if count and request.params.prompt_logprobs is not None and got.prompt_logprobs is not None:

@@ -73,7 +73,9 @@ def run_mix(path: Path, seed: int, setting: Setting, kv_tokens: int, host_tokens
     with EngineFile.open(path) as file:
         program = load_program(file, kv_tokens * len({None, *_windows(file)}), 1, host_tokens)
         try:
-            speaker = Speaker(program, Limits.of(file.manifest), Tokenizer.of(file), frozenset([EOS]))
+            tokenizer = Tokenizer.of(file)
+            assert tokenizer is not None
+            speaker = Speaker(program, Limits.of(file.manifest), tokenizer, frozenset([EOS]))
             run = Run(speaker, setting)
             mixed_run(run, Mix(speaker, _adapters(path.parent, program.lora), seed), num_requests)
             return run
