@@ -32,7 +32,7 @@ _MULTIPLY_LAUNCHES = 16
 class Ceilings:
     """read_bytes_s   bytes of memory that all workers together read a second; of a GPU, that a copy reads and writes
     operations_s      multiplications and additions a second on registers: of "float", "int8", and "w4a8", which is
-                      4-bit weights with 8-bit activations. Nothing of a GPU: there only memory bounds
+                      4-bit weights with 8-bit activations. What has none is bound by memory alone: "bf16", all of a GPU
     """
 
     read_bytes_s: float

@@ -91,8 +91,10 @@ def profile(engine: EngineFile, phases: Iterable[Phase], num_workers: int | None
     phases = list(phases)
     room = max(phase.num_seqs * (phase.context + 16) for phase in phases)
     buckets = [bucket_of(engine, phase.num_tokens)["launches"] for phase in phases]
-    facts = [[(launch["kernel"], launch["op"], part_of(launch.get("origin", "")), work_of(engine.plan, launch, phase))
-              for launch in launches] for phase, launches in zip(phases, buckets, strict=True)]
+    features = engine.manifest["target"].get("features", ())
+    facts = [[(launch["kernel"], launch["op"], part_of(launch.get("origin", "")),
+               work_of(engine.plan, launch, phase, features)) for launch in launches]
+             for phase, launches in zip(phases, buckets, strict=True)]
     loaded = load_program(engine, room, num_workers, device=device)
     try:
         assert hasattr(loaded, "profile"), "the emulator has no times"
@@ -166,7 +168,8 @@ def summed(launches: Iterable[Measured], key: Callable[[Measured], str], ceiling
 
 def roofline(engine: EngineFile, phase: Phase, ceilings: Ceilings | None) -> dict[str, Any]:
     """What a step of this phase has to read and multiply; with ceilings, the least time that it can take."""
-    work = [work_of(engine.plan, launch, phase) for launch in bucket_of(engine, phase.num_tokens)["launches"]]
+    features = engine.manifest["target"].get("features", ())
+    work = [work_of(engine.plan, launch, phase, features) for launch in bucket_of(engine, phase.num_tokens)["launches"]]
     operations: dict[str, int] = defaultdict(int)
     for each in work:
         operations[each.arithmetic] += each.operations

@@ -7,7 +7,7 @@ counted, which lie in the caches of a CPU, nor is the arithmetic between matrice
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from ..engine_file import EngineFile
 from ..program import outdated
 
 _DTYPE_BYTES = {"f32": 4, "bf16": 2, "f16": 2, "fp8": 1, "i8": 1, "u8": 1}
-FLOAT, INT8, W4A8 = "float", "int8", "w4a8"
+FLOAT, BF16, INT8, W4A8 = "float", "bf16", "int8", "w4a8"
 _ARITHMETIC = {"int8": INT8, "int8g32": INT8, "w4a8": W4A8}
 
 
@@ -65,8 +65,8 @@ def bucket_of(engine: EngineFile, num_tokens: int) -> dict[str, Any]:
     return bucket
 
 
-def work_of(plan: Mapping[str, Any], launch: Mapping[str, Any], phase: Phase) -> Work:
-    """What one launch of the plan has to do in such a step."""
+def work_of(plan: Mapping[str, Any], launch: Mapping[str, Any], phase: Phase, features: Collection[str] = ()) -> Work:
+    """What one launch of the plan has to do in such a step. features: of the target, if a CPU."""
     # Of joined launches the last one counts, a matrix: its result is the last of the arguments that are written.
     writes = sorted(launch.get("writes", {}).values(), key=lambda write: int(write["arg"]))
     written = _count(writes[-1]["shape"], phase) if writes else 0
@@ -78,7 +78,7 @@ def work_of(plan: Mapping[str, Any], launch: Mapping[str, Any], phase: Phase) ->
     op = launch["op"].rpartition("+")[2]
     if slots:
         slot = next(slot for slot in plan["kv"]["slots"] if slot["slot"] in slots)
-        return _attention(plan["kv"], slot, written, phase) if op == "attention" else Work(
+        return _attention(plan["kv"], slot, written, phase, features) if op == "attention" else Work(
             size + phase.num_tokens * _row_bytes(slot))
     if matrix is None:
         return Work()
@@ -105,12 +105,21 @@ def _summed(plan: Mapping[str, Any], launch: Mapping[str, Any]) -> int:
     return int(constants["CHOICES"]) if constants.get("SUM_ROWS") else 1
 
 
-def _attention(kv: Mapping[str, Any], slot: Mapping[str, Any], written: int, phase: Phase) -> Work:
+def _attention(kv: Mapping[str, Any], slot: Mapping[str, Any], written: int, phase: Phase,
+               features: Collection[str]) -> Work:
     window = kv["windows"][slot["table"]]
     reach = phase.context if window is None else min(phase.context, window + phase.num_new - 1)
     heads = written // (phase.num_tokens * slot["value_dim"])
     return Work(phase.num_seqs * reach * _row_bytes(slot),
-                phase.visible(window) * heads * (slot["key_dim"] + slot["value_dim"]))
+                phase.visible(window) * heads * (slot["key_dim"] + slot["value_dim"]),
+                _multiplied(slot["dtype"], phase, features))
+
+
+def _multiplied(kv_dtype: str, phase: Phase, features: Collection[str]) -> str:
+    """As what numbers attention multiplies keys and values of this type (docs/kv-cache.md). GPUs have no features."""
+    if kv_dtype == "bf16" and "avx512_bf16" in features:
+        return BF16
+    return INT8 if kv_dtype == "i8" and phase.num_new == 1 and features else FLOAT
 
 
 def _row_bytes(slot: Mapping[str, Any]) -> int:

@@ -56,3 +56,14 @@ def launch(op: str, *args: list[Any], shape: list[int | str] | None = None) -> d
 ])
 def test_work(entry: dict[str, Any], phase: Phase, work: tuple[int, int, str]) -> None:
     assert work_of(PLAN, entry, phase) == Work(*work)
+
+
+@pytest.mark.parametrize(("slot", "phase", "features", "numbers"), [
+    (0, PROMPT, ["avx512_bf16"], "bf16"), (0, GENERATION, ["avx512_bf16"], "bf16"), (0, PROMPT, ["avx2"], "float"),
+    (3, PROMPT, ["avx512_bf16"], "float"), (4, GENERATION, ["avx2"], "int8"), (4, PROMPT, ["avx2"], "float"),
+    (4, GENERATION, [], "float"),
+])
+def test_what_attention_multiplies(slot: int, phase: Phase, features: list[str], numbers: str) -> None:
+    """Held against the ceiling of float32, what multiplies pairs of bfloat16 would be twice as fast as it can be."""
+    entry = launch("attention", ["kv", slot, "k"], ["kv", slot, "v"], shape=["T", 6, 8])
+    assert work_of(PLAN, entry, phase, features).arithmetic == numbers
