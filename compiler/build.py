@@ -19,6 +19,7 @@ from .checkpoint.quantized import equal_tensors, stored_groups, stored_schemes, 
 from .clock import Clock, Progress
 from .cpu.generate import CpuProgram
 from .cpu.generate import generate as generate_for_cpu
+from .cpu.isa import ISAS
 from .engine_writer import EngineWriter, check_output
 from .gpu.generate import GpuProgram
 from .gpu.generate import generate as generate_for_gpu
@@ -130,7 +131,7 @@ def _lowered(request: BuildRequest, settings: Settings, source: ModelSource, imp
             stored = (stored_groups if on_gpu else stored_schemes)(source.checkpoint)
         equal = equal_tensors(source.checkpoint)
     passes = gpu_pipeline(precision, settings.kv, stored, request.tensor_parallel, settings.lora) if on_gpu else \
-        cpu_pipeline(precision, settings.kv, stored, settings.lora)
+        cpu_pipeline(precision, settings.kv, stored, settings.lora, ISAS[settings.target.isa].multiplies_pairs)
     shared = with_equal_tensors_shared(imported, equal)
     return run_passes(shared, passes, request.dump, lambda name: progress("passes", name))
 

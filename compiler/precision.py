@@ -80,7 +80,8 @@ _ROUTER = Rule("router", "fp32")  # a rounding that swaps two experts costs more
 
 PRECISIONS = {p.name: p for p in (
     Precision("fp32", (Rule("*", "fp32"),), "fp32", "32-bit weights and arithmetic"),
-    Precision("bf16", (_ROUTER, Rule("*", "bf16")), "bf16", "16-bit weights, 32-bit arithmetic"),
+    Precision("bf16", (_ROUTER, Rule("*", "bf16")), "bf16",
+              "16-bit weights, 32-bit sums; inputs 16-bit where pairs of bfloat16 are multiplied"),
     Precision("int8", (_ROUTER, Rule("*", "int8g32")), "bf16",
               "8-bit weights in groups of 32, 8-bit activations, integer arithmetic"),
     Precision("w4a8", (_ROUTER, Rule("head", "int8g32"), Rule("embedding", "int8g32"), Rule("*", "w4a8")), "bf16",

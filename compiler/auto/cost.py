@@ -22,13 +22,17 @@ _TILE_TOKENS = 128
 
 _CORE_BYTES_S = 8e9
 _CORE_CLOCK_HZ = 3e9
-_VECTOR_BYTES = {"x86-64-v3": 32, "x86-64-v4": 64, "x86-64-v4-vnni": 64, "x86-64-v4-bf16": 64, "aarch64-dotprod": 16}
+_VECTOR_BYTES = {"x86-64-v3": 32, "x86-64-v4": 64, "x86-64-v4-vnni": 64, "x86-64-v4-bf16": 64, "x86-64-amx": 64,
+                 "aarch64-dotprod": 16}
 
 # Multiply-adds that one of a core's two vector units does for each byte of its width and cycle: a product of floats
-# takes four bytes; of integers, vpdpbusd and sdot four in one instruction, others two (w4a8) to five instructions.
-_RATES = {"float": 1 / 4, "int8": 1.0, "w4a8": 1.0}
-_RATES_OF_PAIRS = {"float": 1 / 4, "int8": 1 / 5, "w4a8": 1 / 2}
-_PAIRS = ("x86-64-v3", "x86-64-v4")
+# takes four bytes, two where pairs of bfloat16 are multiplied; of integers, vpdpbusd and sdot four in one instruction,
+# others two (w4a8) to five instructions. AMX: 16 cycles for 8,192 products of bfloat16; of integers, whose sums vectors
+# scale, some 32. The figures of AMX are its manual's, not measured.
+_RATES = {"float": 1 / 4, "bf16": 1 / 4, "int8": 1.0, "w4a8": 1.0}
+_WITHOUT_DOTS = _RATES | {"int8": 1 / 5, "w4a8": 1 / 2}
+_RATES_OF = {"x86-64-v3": _WITHOUT_DOTS, "x86-64-v4": _WITHOUT_DOTS, "x86-64-v4-bf16": _RATES | {"bf16": 1 / 2},
+             "x86-64-amx": {"float": 1 / 4, "bf16": 4.0, "int8": 2.0, "w4a8": 2.0}}
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,6 @@ def _multiply_add_s(scheme: str, target: Target, tokens: int) -> float:
         held = GPU_SCHEMES[scheme]
         beside = widening(held.format, held.activation) / tokens + scaling(held.format, held.activation)
         return 2 / (target.gpu.tflops[held.activation] * 1e12) + beside / target.gpu.instructions_per_s
-    rates = _RATES_OF_PAIRS if target.isa in _PAIRS else _RATES
-    kind = {32: "float", 16: "float", 8: "int8", 4: "w4a8"}[SCHEMES[scheme].weight_bits]
-    return 1 / (2 * _VECTOR_BYTES[target.isa] * rates[kind] * _CORE_CLOCK_HZ)
+    kind = {32: "float", 16: "bf16", 8: "int8", 4: "w4a8"}[SCHEMES[scheme].weight_bits]
+    rate = _RATES_OF.get(target.isa, _RATES)[kind]
+    return 1 / (2 * _VECTOR_BYTES[target.isa] * rate * _CORE_CLOCK_HZ)

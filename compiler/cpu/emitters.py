@@ -41,8 +41,8 @@ def _linear(low: Lowering, node: Node) -> None:
     source = floats or x
     problem = linear_cpu.Problem(
         n, k, scheme, low.count(low.rows(x)), str(low.rows(x)), bias=bool(bias), float_input=floats is not None,
-        x_stride=low.stride(source) if floats or not scheme.is_integer else 0)
-    args = [low.arg(source), low.weight(w, Packing(scheme.name)), low.output(node.output), *map(low.arg, bias)]
+        x_stride=low.stride(source) if floats or not scheme.rounds_inputs else 0)
+    args = [low.arg(source), low.weight(w, Packing(scheme.stored)), low.output(node.output), *map(low.arg, bias)]
     low.launch(node, linear_cpu.emit(low.tuned(problem)), args, {node.output: 2})
 
 
@@ -71,7 +71,7 @@ def _expert_linear(low: Lowering, node: Node) -> None:
     scheme = SCHEMES[node.attrs.get("scheme", "fp32")]
     problem = experts_cpu.Problem(experts, low.width(ids), n, k, scheme, low.tokens,
                                   shared=len(low.type(x).shape) == 2, bias=bool(bias))
-    args = [low.arg(x), low.arg(ids), low.weight(w, Packing(scheme.name)), low.output(node.output),
+    args = [low.arg(x), low.arg(ids), low.weight(w, Packing(scheme.stored)), low.output(node.output),
             *map(low.arg, bias)]
     low.launch(node, experts_cpu.emit(problem), args, {node.output: 3})
 
@@ -82,7 +82,7 @@ def _embedding(low: Lowering, node: Node) -> None:
         raise CannotCompile(f"embedding of {low.type(ids)}: the kernel looks up one id a token\n  in {node.origin}")
     scheme = SCHEMES[node.attrs.get("scheme", "fp32")]
     kernel = embedding_cpu.emit(low.width(w), scheme)
-    args = [low.arg(ids), low.weight(w, Packing(scheme.name)), low.output(node.output)]
+    args = [low.arg(ids), low.weight(w, Packing(scheme.stored)), low.output(node.output)]
     low.launch(node, kernel, args, {node.output: 2})
 
 

@@ -24,6 +24,11 @@ class CpuIsa:
     extra_flags: tuple[str, ...] = ()
 
     @property
+    def multiplies_pairs(self) -> bool:
+        """Whether it multiplies pairs of bfloat16, so that what is bfloat16 is not widened."""
+        return "avx512_bf16" in self.required
+
+    @property
     def zig_target(self) -> str:
         """glibc 2.28 is what distributions since 2018 have (Debian 10, RHEL 8, Ubuntu 20.04)."""
         return f"{self.machine}-linux-gnu.2.28"
@@ -32,6 +37,7 @@ class CpuIsa:
 _V3 = frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "abm"})
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _VNNI = _V4 | {"avx512_vnni"}
+_BF16 = _VNNI | {"avx512_bf16"}
 
 # Compilers prefer 256-bit vectors on x86-64-v4 for the sake of early Xeons that lower their clock; these kernels are
 # dense enough that the wider registers win there too.
@@ -43,8 +49,11 @@ ISAS: dict[str, CpuIsa] = {
         CpuIsa("x86-64-v3", "x86_64", _V3, "x86_64_v3", "x86-64-v3"),
         CpuIsa("x86-64-v4", "x86_64", _V4, "x86_64_v4", "x86-64-v4", _WIDE),
         CpuIsa("x86-64-v4-vnni", "x86_64", _VNNI, "x86_64_v4+avx512vnni", "x86-64-v4+avx512vnni", _WIDE),
-        CpuIsa("x86-64-v4-bf16", "x86_64", _VNNI | {"avx512_bf16"}, "x86_64_v4+avx512vnni+avx512bf16",
+        CpuIsa("x86-64-v4-bf16", "x86_64", _BF16, "x86_64_v4+avx512vnni+avx512bf16",
                "x86-64-v4+avx512vnni+avx512bf16", _WIDE),
+        CpuIsa("x86-64-amx", "x86_64", _BF16 | {"amx_tile", "amx_int8", "amx_bf16"},
+               "x86_64_v4+avx512vnni+avx512bf16+amx_tile+amx_int8+amx_bf16",
+               "x86-64-v4+avx512vnni+avx512bf16+amx-tile+amx-int8+amx-bf16", _WIDE),
         CpuIsa("aarch64-dotprod", "aarch64", frozenset({"asimd", "asimddp"}), "generic+v8_2a+dotprod",
                "armv8.2-a+dotprod"),
     )

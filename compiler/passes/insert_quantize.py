@@ -8,14 +8,21 @@ from ingot.plugins.scheme import SCHEMES
 from ..ir.graph import Graph, Node
 from .match import rebuilt
 
+MATRICES = ("linear", "expert_linear")
 
-def insert_quantize(graph: Graph) -> Graph:
-    """linear(x, w; integer scheme) -> linear(quantize(x), w); expert_linear likewise."""
+
+def insert_quantize(graph: Graph, pairs: bool = False) -> Graph:
+    """linear(x, w; scheme of rounded inputs) -> linear(quantize(x), w); expert_linear likewise.
+
+    pairs: the target multiplies pairs of bfloat16, so that matrices in bf16 get rounded inputs too.
+    """
     nodes: list[Node] = []
     quantized: dict[tuple[str, str], str] = {}
     for node in graph.nodes:
+        if pairs and node.op in MATRICES and node.attrs.get("scheme") == "bf16":
+            node = node.with_attrs(scheme="bf16_pairs")
         scheme = SCHEMES[node.attrs.get("scheme", "fp32")]
-        if node.op in ("linear", "expert_linear") and scheme.is_integer:
+        if node.op in MATRICES and scheme.rounds_inputs:
             x = node.values[0]
             key = x, scheme.name
             if key not in quantized:

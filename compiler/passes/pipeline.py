@@ -68,9 +68,9 @@ def _raised(precision: Precision, stored: Mapping[str, str] | None, lora: LoraRe
 
 
 def cpu_pipeline(precision: Precision, kv: str, stored: Mapping[str, str] | None = None,
-                 lora: LoraRequest | None = None) -> list[Pass]:
+                 lora: LoraRequest | None = None, pairs: bool = False) -> list[Pass]:
     """From the imported graph to the one that is lowered, for CPU targets. stored: see assign_precision. lora: room for
-    adapters."""
+    adapters. pairs: see insert_quantize."""
     merge: list[Pass] = [("merge_lora", merge_lora)] if lora else []
     return [
         *_raised(precision, stored, lora),
@@ -79,7 +79,7 @@ def cpu_pipeline(precision: Precision, kv: str, stored: Mapping[str, str] | None
         ("place_kv", partial(place_kv, kv_dtype=KV_DTYPES[kv])),
         ("fuse_rope_kv_write", fuse_rope_kv_write),
         ("fuse_add_norm", fuse_add_norm),
-        ("insert_quantize", insert_quantize),
+        ("insert_quantize", partial(insert_quantize, pairs=pairs)),
         ("fuse_loops", partial(fuse_loops, accepts_strided=accepts_strided)),
         ("dead_code", eliminate_dead_code),
     ]

@@ -24,8 +24,8 @@ so many."""
 
 def accepts_strided(node: Node, operand: int, type_: TensorType) -> bool:
     if operand in _BY_ROW.get(node.op, ()):
-        # An integer matrix takes its input as `quantize` writes it.
-        floats = node.op == "quantize" or not SCHEMES[node.attrs.get("scheme", "fp32")].is_integer
+        # A matrix of rounded inputs takes them as `quantize` writes them.
+        floats = node.op == "quantize" or not SCHEMES[node.attrs.get("scheme", "fp32")].rounds_inputs
         return floats and sum(dim != 1 for dim in type_.shape) <= 2
     return operand in _BY_TOKEN.get(node.op, ())
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from ingot.plugins.cpu.ceilings import CEILINGS, CHAINS, OUT_BYTES, READ_PIECE_BYTES
 from ingot.plugins.kernel import INCLUDE_DIR, CpuKernel, translation_unit
+from ingot.runtime.devices import amx
 from ingot.runtime.devices.native_code import Launch, Step
 
 from ..cache.build_cache import BuildCache
@@ -29,7 +30,9 @@ class Machine:
 
     def __init__(self, kernels: Iterable[CpuKernel], isa: str, workers: int, folder: str | Path,
                  compiler: Compiler = "zig", cache: BuildCache | None = None) -> None:
-        """Raises CompileError, NoCompiler."""
+        """Raises CompileError, NoCompiler; WorkFailed if the system refuses what the instruction set needs."""
+        if amx.FEATURE in ISAS[isa].required:
+            amx.request_tiles(f"code for {isa}")
         distinct = list(dict.fromkeys(kernels))
         files = {"pool.c": (INCLUDE_DIR / "cpu/pool.c").read_text(), "ceilings.c": translation_unit(CEILINGS.values())}
         for start in range(0, len(distinct), KERNELS_A_FILE):

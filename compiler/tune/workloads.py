@@ -44,8 +44,8 @@ def linear_launches(problem: linear_cpu.Problem, tokens: int, memory: Memory) ->
     size = packed_size(n, k, scheme)
     count = max(1, memory.cold_bytes // size) if tokens <= _FEW_TOKENS else 1
     weights = memory.of(size * count)
-    quantized = scheme.is_integer and not problem.float_input
-    x = aligned(row_bytes(k, scheme) * tokens if quantized else 4 * (problem.x_stride or k) * tokens)
+    rounded = scheme.rounds_inputs and not problem.float_input
+    x = aligned(row_bytes(k, scheme) * tokens if rounded else 4 * (problem.x_stride or k) * tokens)
     y = aligned(4 * n * tokens)
     extra = [aligned(4 * n + 64)] * problem.bias + [y] * problem.residual
     kernel = linear_cpu.emit(problem)

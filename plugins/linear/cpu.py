@@ -4,12 +4,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..kernel import CpuKernel
-from ..quantize.cpu import row_count
+from ..quantize.cpu import rounding, row_count
 from ..quantize.reference import row_bytes
 from ..scheme import Scheme
 
 MAX_FUSED_ROWS = 8
-"""Up to so many tokens an integer kernel can quantize its input itself."""
+"""Up to so many tokens a kernel can round its input itself."""
 
 _CACHE_BYTES = 512 << 10
 """Activations of a block of tokens: half of a usual second-level cache; but not so few that weights are read often."""
@@ -49,8 +49,8 @@ class Problem:
                 beyond 1 and MAX_FUSED_ROWS
     rows        "T" the tokens of a step, "L" its rows of logits
     x_stride    elements between rows of a float x; 0: k
-    float_input an integer kernel takes x as float32 and quantizes it itself (each worker all of it): saves a launch
-                for m <= MAX_FUSED_ROWS
+    float_input a kernel of rounded inputs takes x as float32 and rounds it itself (each worker all of it): saves a
+                launch for m <= MAX_FUSED_ROWS
     tactic      how, where it was measured
     """
 
@@ -66,7 +66,7 @@ class Problem:
     tactic: Tactic = MODEL
 
     def __post_init__(self) -> None:
-        assert not self.float_input or (self.scheme.is_integer and self.m <= MAX_FUSED_ROWS), self
+        assert not self.float_input or (self.scheme.rounds_inputs and self.m <= MAX_FUSED_ROWS), self
 
     @property
     def size_class(self) -> int:
@@ -77,58 +77,72 @@ class Problem:
 def emit(problem: Problem) -> CpuKernel:
     """args: x, w, y, then bias and residual where there are.
 
-    x f32 [rows, k], or u8 [rows, row_bytes(k, scheme)] as the quantize kernel writes it for an integer scheme without
-    float_input; w from pack(); y f32 [rows, n]; bias f32 [n], readable up to the next multiple of 64 bytes;
+    x f32 [rows, k], or u8 [rows, row_bytes(k, scheme)] as the quantize kernel writes it for a scheme of rounded inputs
+    without float_input; w from pack(); y f32 [rows, n]; bias f32 [n], readable up to the next multiple of 64 bytes;
     residual f32 [rows, n], may be y itself.
     """
     p = problem
     prepare = ""
     source, stride = "args[0]", 4 * (p.x_stride or p.k)
-    if p.scheme.is_integer:
+    if p.scheme.rounds_inputs:
         stride = row_bytes(p.k, p.scheme)
         if p.float_input:
             source = "rows"
             prepare = (f"_Alignas(64) uint8_t rows[{(p.size_class or MAX_FUSED_ROWS) * stride}];\n"
-                       f"ingot_quantize(args[0], rows, {row_count(p.rows)}, {p.k}, {p.x_stride or p.k}, "
-                       f"{p.scheme.weight_bits}, {p.scheme.act_group}, 0, 1);\n")
+                       + rounding("args[0]", "rows", row_count(p.rows), p.k, p.x_stride or p.k, p.scheme, "0, 1")
+                       + "\n")
     bias, residual = "args[3]" if p.bias else "NULL", f"args[{3 + p.bias}]" if p.residual else "NULL"
     tile, max_rows, panels, k_step = tile_arguments(p.scheme, p.size_class, p.k, p.tactic)
     if p.residual:
         k_step = str(p.k)  # y may be the residual: it cannot hold sums on the way
-    body = (f"{prepare}const ingot_matmul job = {{.x = {source}, .x_stride = {stride}, .share = 1, .w = args[1],\n"
+    begin, end = tile_registers(p.scheme, p.size_class)
+    body = (f"{prepare}{begin}"
+            f"const ingot_matmul job = {{.x = {source}, .x_stride = {stride}, .share = 1, .w = args[1],\n"
             f"                          .y = args[2], .bias = {bias}, .residual = {residual},\n"
             f"                          .n = {p.n}, .k = {p.k}, .ahead = {ahead(p.scheme, p.size_class, p.tactic)}}};\n"
             f"ingot_linear({tile}, {max_rows}, {panels}, {k_step}, &job, {row_count(p.rows)},\n"
-            f"             {block_rows(p.scheme, p.k, p.tactic)}, worker, num_workers);")
+            f"             {block_rows(p.scheme, p.k, p.tactic)}, worker, num_workers);{end}")
     return CpuKernel(_symbol(p), "linear/linear.h", body, choice=p)
 
 
 def tile_arguments(scheme: Scheme, size_class: int, k: int, tactic: Tactic = MODEL) -> tuple[str, str, str, str]:
     """The C words for: tile function, its largest rows and panels, channels of K at a time.
 
-    With few tokens the weights come from memory, and do so fastest as one stream. In bf16 they come as two, since a
-    single token gives a panel one chain of additions, which is too slow for it alone.
+    With few tokens the weights come from memory, and do so fastest as one stream. In bf16 by float32 they come as two,
+    since a single token gives a panel one chain of additions, which is too slow for it alone.
     """
-    rows = "1" if size_class == 1 else str(tactic.rows or "INGOT_ROWS")
-    if scheme.is_integer:
-        tile = f"ingot_tile_{scheme.name}" + ("_row" if scheme.weight_bits == 8 and scheme.act_group == 0 else "")
-        panels, k_step = "INGOT_PANELS" if size_class == 0 else "1", str(k)
+    most = "INGOT_PAIR_ROWS" if scheme.act_bits == 16 else "INGOT_ROWS"
+    most = "INGOT_INTEGER_ROWS" if scheme.is_integer and size_class == 0 else most
+    rows = "1" if size_class == 1 else str(tactic.rows or most)
+    by_row = scheme.is_integer and scheme.weight_bits == 8 and scheme.act_group == 0
+    tile = scheme.name + "_row" * by_row
+    tile = f"INGOT_TILE({tile})" if scheme.rounds_inputs else f"ingot_tile_{tile}"
+    if scheme.rounds_inputs:
+        panels = "INGOT_PANELS" if size_class == 0 else "1"
     else:
-        tile = f"ingot_tile_{scheme.name}"
         panels = ("2" if scheme.weight_bits == 16 else "1") if size_class == 1 else "INGOT_PANELS"
-        k_step = str(tactic.k_step or "INGOT_FLOAT_K_STEP") if size_class == 0 else str(k)
+    step = "INGOT_PAIR_K_STEP" if scheme.act_bits == 16 else "INGOT_FLOAT_K_STEP"
+    k_step = str(k) if scheme.is_integer or size_class else str(tactic.k_step or step)
     return tile, rows, str(tactic.panels or panels), k_step
+
+
+def tile_registers(scheme: Scheme, size_class: int) -> tuple[str, str]:
+    """The C statements around a launch that may multiply by AMX: of integers more than 8 tokens at a time."""
+    if not scheme.rounds_inputs or (scheme.is_integer and size_class):
+        return "", ""
+    shape = "INGOT_TILES_OF_BYTES" if scheme.is_integer else "INGOT_TILES_OF_PAIRS"
+    return f"ingot_begin_tiles({shape});\n", "\ningot_end_tiles();"
 
 
 def ahead(scheme: Scheme, size_class: int, tactic: Tactic = MODEL) -> str:
     """In C, how far ahead of its use a weight is fetched."""
     of_one = "_OF_ONE" if size_class == 1 else ""
-    return str(tactic.ahead or (f"INGOT_INTEGER_AHEAD{of_one}" if scheme.is_integer else "INGOT_FLOAT_AHEAD"))
+    return str(tactic.ahead or (f"INGOT_ROUNDED_AHEAD{of_one}" if scheme.rounds_inputs else "INGOT_FLOAT_AHEAD"))
 
 
 def block_rows(scheme: Scheme, k: int, tactic: Tactic = MODEL) -> int:
     """Tokens that are taken through all panels together."""
-    row = row_bytes(k, scheme) if scheme.is_integer else 4 * k
+    row = row_bytes(k, scheme) if scheme.rounds_inputs else 4 * k
     return tactic.block_rows or min(256, max(64, _CACHE_BYTES // row // 16 * 16))
 
 

@@ -4,6 +4,7 @@
  * with few tokens, a stretch of the matrix that it reads once from memory. */
 #ifndef INGOT_LINEAR_H
 #define INGOT_LINEAR_H
+#include "amx.h"
 #include "tile_float.h"
 #include "tile_integer.h"
 
@@ -16,12 +17,20 @@
 #define INGOT_ROWS 4
 #define INGOT_PANELS 1
 #endif
+#ifdef INGOT_AMX
+#define INGOT_INTEGER_ROWS INGOT_AMX_ROWS
+#define INGOT_PAIR_ROWS INGOT_ANY_ROWS
+#else
+#define INGOT_INTEGER_ROWS INGOT_ROWS
+#define INGOT_PAIR_ROWS INGOT_ROWS
+#endif
 /* Channels of K whose weights (two panels of fp32: 64 KiB) and activations stay in the second-level cache. */
 #define INGOT_FLOAT_K_STEP 512
+#define INGOT_PAIR_K_STEP 1024
 #define INGOT_FLOAT_AHEAD 4096
-#define INGOT_INTEGER_AHEAD 8192
+#define INGOT_ROUNDED_AHEAD 8192
 /* A row by itself waits for the memory alone: the nearer fetch was the faster one on Zen 4. */
-#define INGOT_INTEGER_AHEAD_OF_ONE 2048
+#define INGOT_ROUNDED_AHEAD_OF_ONE 2048
 
 /* `tile` with at most max_rows tokens and `width` panels; `block_rows` tokens are taken through all panels together. */
 INGOT_INLINE void ingot_linear(ingot_tile tile, const int max_rows, const int width, const int k_step,

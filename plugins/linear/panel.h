@@ -27,6 +27,10 @@
 #define INGOT_TILE_ROWS 8
 #define INGOT_TILE_PANELS 2
 
+/* As max_rows below: of tiles that take any number of tokens up to INGOT_MOST_ROWS. */
+#define INGOT_ANY_ROWS 0
+#define INGOT_MOST_ROWS 32
+
 /* Loops over the vectors of a tile: row r, panel p, part h. */
 #define INGOT_FOR_PARTS(panels) \
     INGOT_UNROLL for (int p = 0; p < (panels); p++) INGOT_UNROLL for (int h = 0; h < INGOT_PARTS; h++)
@@ -47,8 +51,8 @@ typedef struct ingot_matmul {
     size_t ahead;               /* how far ahead of its use a weight is fetched, in bytes */
 } ingot_matmul;
 
-/* Computes `rows` tokens from `row` on x `panels` panels from `panel` on x channels [k_begin, k_end) of K; rows and
- * panels are constants. Only kernels in floats are given K in pieces. */
+/* Computes `rows` tokens from `row` on x `panels` panels from `panel` on x channels [k_begin, k_end) of K; rows (unless
+ * there may be any) and panels are constants. Only kernels in floats are given K in pieces. */
 typedef void (*ingot_tile)(const ingot_matmul *job, int rows, int panels, int k_begin, int k_end, int row, int panel);
 
 /* Fetches the line that is `ahead` bytes behind `from` in the order of reading: `left` bytes from `from` on the panel
@@ -107,8 +111,10 @@ INGOT_INLINE void ingot_rows_of_panels(ingot_tile tile, const ingot_matmul *job,
     for (int k = 0; k < job->k; k += k_step) {
         const int k_end = k_step < job->k - k ? k + k_step : job->k;
         for (int row = begin; row < end;) {
-            const int left = end - row;
-            if (max_rows >= 8 && left >= 8) { tile(job, 8, panels, k, k_end, row, panel); row += 8; }
+            const int left = end - row, most = left < INGOT_MOST_ROWS ? left : INGOT_MOST_ROWS;
+            if (max_rows == INGOT_ANY_ROWS) { tile(job, most, panels, k, k_end, row, panel); row += most; }
+            else if (max_rows >= 16 && left >= 16) { tile(job, 16, panels, k, k_end, row, panel); row += 16; }
+            else if (max_rows >= 8 && left >= 8) { tile(job, 8, panels, k, k_end, row, panel); row += 8; }
             else if (max_rows >= 4 && left >= 4) { tile(job, 4, panels, k, k_end, row, panel); row += 4; }
             else if (max_rows >= 2 && left >= 2) { tile(job, 2, panels, k, k_end, row, panel); row += 2; }
             else { tile(job, 1, panels, k, k_end, row, panel); row += 1; }

@@ -3,13 +3,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..quantize.reference import quantize_values
+from ..quantize.reference import quantize_values, round_to_bf16
 from ..scheme import BLOCK, Scheme
-from .pack import dequantize
+from .pack import dequantize, to_float32
 
 
 def reference(x: np.ndarray, w: np.ndarray, scheme: Scheme) -> np.ndarray:
-    """x float32 [T, K], w [N, K] -> float64 [T, N]: x, quantized where the scheme says so, times the weights as stored.
+    """x float32 [T, K], w [N, K] -> float64 [T, N]: x, rounded where the scheme says so, times the weights as stored.
 
     The integers and the scales are those of the kernels to the bit; only the sum of their products is taken in float64.
     """
@@ -18,7 +18,9 @@ def reference(x: np.ndarray, w: np.ndarray, scheme: Scheme) -> np.ndarray:
 
 
 def effective_input(x: np.ndarray, scheme: Scheme) -> np.ndarray:
-    """x as an integer kernel sees it, float64."""
+    """x as a kernel sees it, float64."""
+    if scheme.act_bits == 16:
+        return to_float32(round_to_bf16(x)).astype(np.float64)
     if not scheme.is_integer:
         return x.astype(np.float64)
     q, scale = quantize_values(x, scheme)

@@ -1,6 +1,8 @@
-/* Tiles of matrices in float32 and bfloat16; arithmetic in float32, one fused multiply-add after the other along K. */
+/* Tiles of matrices in float32 and bfloat16. Sums are float32, one fused multiply-add after the other along K; where
+ * the inputs are bfloat16 too, one pair of products after the other. */
 #ifndef INGOT_TILE_FLOAT_H
 #define INGOT_TILE_FLOAT_H
+#include "../cpu/gemm.h"
 #include "panel.h"
 
 typedef vf ingot_sums[INGOT_TILE_ROWS][INGOT_TILE_PANELS][INGOT_PARTS];
@@ -21,28 +23,46 @@ INGOT_INLINE void ingot_end_sums(const ingot_matmul *job, ingot_sums sums, const
     }
 }
 
-INGOT_INLINE void ingot_tile_fp32(const ingot_matmul *job, const int rows, const int panels, int k_begin, int k_end,
-                                  int row, int panel) {
-    const size_t panel_floats = (size_t)job->k * INGOT_PANEL;
+/* Lanes of 32 bits, which of x and w hold a number or a pair of them each: those from `begin` to `end` of the `depth`
+ * that a row has. kind: of GEMM_FLOATS and GEMM_PAIRS. */
+INGOT_INLINE void ingot_add_lanes(const ingot_matmul *job, const int kind, ingot_sums sums, const int rows,
+                                  const int panels, int begin, int end, int depth, int row, int panel) {
+    const size_t panel_floats = (size_t)depth * INGOT_PANEL;
     const float *w = (const float *)job->w + (size_t)panel * panel_floats;
     const float *x[INGOT_TILE_ROWS];
-    ingot_sums sums;
     INGOT_UNROLL for (int r = 0; r < rows; r++) x[r] = (const float *)ingot_row(job, row + r);
-    ingot_begin_sums(job, sums, rows, panels, k_begin, row, panel);
-    for (int k = k_begin; k < k_end; k++) {
+    for (int k = begin; k < end; k++) {
         ingot_weights weights;
         INGOT_UNROLL for (int p = 0; p < panels; p++) {
             const float *from = w + (size_t)p * panel_floats + (size_t)k * INGOT_PANEL;
-            ingot_fetch(from, job->ahead, (size_t)(job->k - k) * 64, panels, panel_floats * 4);
+            ingot_fetch(from, job->ahead, (size_t)(depth - k) * 64, panels, panel_floats * 4);
             INGOT_UNROLL for (int h = 0; h < INGOT_PARTS; h++) weights[p][h] = vf_load(from + h * VF_LANES);
         }
         INGOT_UNROLL for (int r = 0; r < rows; r++) {
             const vf value = vf_set1(x[r][k]);
-            INGOT_FOR_PARTS(panels) sums[r][p][h] = vf_fma(weights[p][h], value, sums[r][p][h]);
+            INGOT_FOR_PARTS(panels) sums[r][p][h] = ingot_gemm_step(kind, weights[p][h], value, sums[r][p][h]);
         }
     }
+}
+
+INGOT_INLINE void ingot_tile_fp32(const ingot_matmul *job, const int rows, const int panels, int k_begin, int k_end,
+                                  int row, int panel) {
+    ingot_sums sums;
+    ingot_begin_sums(job, sums, rows, panels, k_begin, row, panel);
+    ingot_add_lanes(job, GEMM_FLOATS, sums, rows, panels, k_begin, k_end, job->k, row, panel);
     ingot_end_sums(job, sums, rows, panels, k_end, row, panel);
 }
+
+#ifdef VF_PAIRS
+/* bfloat16 by bfloat16, over rows that ingot_round_to_pairs wrote. k_begin is even, k_end too unless it is K. */
+INGOT_INLINE void ingot_tile_bf16_pairs(const ingot_matmul *job, const int rows, const int panels, int k_begin,
+                                        int k_end, int row, int panel) {
+    ingot_sums sums;
+    ingot_begin_sums(job, sums, rows, panels, k_begin, row, panel);
+    ingot_add_lanes(job, GEMM_PAIRS, sums, rows, panels, k_begin / 2, (k_end + 1) / 2, (job->k + 1) / 2, row, panel);
+    ingot_end_sums(job, sums, rows, panels, k_end, row, panel);
+}
+#endif
 
 /* A 32-bit lane holds two bfloat16 of neighbouring channels of K: the even one below. */
 INGOT_INLINE void ingot_widen_pairs(const uint16_t *from, vf *even, vf *odd) {

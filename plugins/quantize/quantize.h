@@ -1,4 +1,6 @@
-/* Rows of activations as 8-bit integers: x[k] = scale * q[k], |q| <= 127, one scale for every `group` channels.
+/* Rows of activations for the matrices: as 8-bit integers, or as bfloat16.
+ *
+ * 8-bit integers: x[k] = scale * q[k], |q| <= 127, one scale for every `group` channels.
  *
  * A row, padded to a multiple of 64 bytes:
  *   int8_t q[K32]            K32 = K rounded up to a multiple of 32; the padding is zero
@@ -6,7 +8,10 @@
  *   for 4-bit weights:   float   scale * (sum of q)   for every block, which their minima are multiplied with
  *   for 8-bit weights:   int32_t -128 * (sum of q)    for every block: see "linear/integer_vectors.h"
  * For 8-bit weights with one scale a row (group 0), blocks = 1.
- * The arithmetic is the reference's to the bit: maximum, two divisions, one product, round to nearest even. */
+ * The arithmetic is the reference's to the bit: maximum, two divisions, one product, round to nearest even.
+ *
+ * bfloat16, to nearest even: uint16_t x[K], padded with zeros to a multiple of 64 bytes; rows begin at odd multiples of
+ * 64 bytes from each other, so that a power of two as K does not put them all into the same places of a cache. */
 #ifndef INGOT_QUANTIZE_H
 #define INGOT_QUANTIZE_H
 #include "../cpu/ingot_kernel.h"
@@ -137,5 +142,28 @@ INGOT_INLINE void ingot_quantize(const float *x, uint8_t *rows, int num_rows, in
     for (int t = begin; t < end; t++)
         ingot_quantize_row(x + (size_t)t * (size_t)stride, k, weight_bits, group, rows + (size_t)t * row_bytes);
 }
+
+#ifdef VF_PAIRS
+/* Channels that a vector of pairs holds. */
+#define INGOT_PAIR_CHANNELS (2 * VF_LANES)
+
+/* x [T, K] f32 with rows `stride` elements apart -> rows of bfloat16. */
+INGOT_INLINE void ingot_round_to_pairs(const float *x, uint8_t *rows, int num_rows, int k, int stride, int worker,
+                                       int num_workers) {
+    const int vectors = (k + INGOT_PAIR_CHANNELS - 1) / INGOT_PAIR_CHANNELS, whole = k / INGOT_PAIR_CHANNELS;
+    int begin, end;
+    ingot_split(num_rows, worker, num_workers, &begin, &end);
+    for (int t = begin; t < end; t++) {
+        const float *from = x + (size_t)t * (size_t)stride;
+        float *to = (float *)(rows + (size_t)t * (size_t)(vectors | 1) * 64);
+        for (int v = 0; v < whole; v++, from += INGOT_PAIR_CHANNELS, to += VF_LANES)
+            vf_store(to, vf_to_pairs(vf_load(from), vf_load(from + VF_LANES)));
+        if (whole < vectors) {
+            const int left = k % INGOT_PAIR_CHANNELS, low = left < VF_LANES ? left : VF_LANES;
+            vf_store(to, vf_to_pairs(vf_load_first(from, low), vf_load_first(from + low, left - low)));
+        }
+    }
+}
+#endif
 
 #endif

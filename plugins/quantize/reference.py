@@ -1,8 +1,9 @@
-"""The meaning of quantized activations, to the bit."""
+"""The meaning of rounded activations, to the bit."""
 from __future__ import annotations
 
 import numpy as np
 
+from ..linear.pack import bf16_bits, to_float32
 from ..scheme import BLOCK, Scheme
 
 _SMALLEST_MAXIMUM = np.float32(2.0**-100)
@@ -14,7 +15,9 @@ def num_scales(k: int, scheme: Scheme) -> int:
 
 
 def row_bytes(k: int, scheme: Scheme) -> int:
-    """Bytes of one quantized token of k channels; quantize.h tells what they are."""
+    """Bytes of one rounded token of k channels; quantize.h tells what they are."""
+    if scheme.act_bits == 16:
+        return (-(-2 * k // 64) | 1) * 64
     return -(-(-(-k // BLOCK) * BLOCK + 8 * num_scales(k, scheme)) // 64) * 64
 
 
@@ -36,8 +39,18 @@ def quantize_values(x: np.ndarray, scheme: Scheme) -> tuple[np.ndarray, np.ndarr
     return q, np.repeat(scale, span // BLOCK, axis=1)[:, :k32 // BLOCK]
 
 
+def round_to_bf16(x: np.ndarray) -> np.ndarray:
+    """Bits of bfloat16, to nearest even; subnormal numbers become zeros, as the instruction has it."""
+    bits = bf16_bits(x)
+    return np.where(np.abs(x) < np.finfo(np.float32).tiny, bits & 0x8000, bits).astype(np.uint16)
+
+
 def quantize(x: np.ndarray, scheme: Scheme) -> np.ndarray:
     """x float32 [T, K] -> uint8 [T, row_bytes]: the rows as the kernel writes them, padding zero."""
+    if scheme.act_bits == 16:
+        bits = np.zeros((x.shape[0], row_bytes(x.shape[1], scheme) // 2), np.uint16)
+        bits[:, :x.shape[1]] = round_to_bf16(x)
+        return bits.view(np.uint8)
     q, scale = quantize_values(x, scheme)
     sums = q.reshape(*scale.shape, BLOCK).sum(axis=2, dtype=np.int32)
     if num_scales(x.shape[1], scheme) == 1:
@@ -51,6 +64,8 @@ def quantize(x: np.ndarray, scheme: Scheme) -> np.ndarray:
 
 def dequantize_rows(rows: np.ndarray, k: int, scheme: Scheme) -> np.ndarray:
     """uint8 [T, row_bytes] as `quantize` writes them -> float32 [T, K]: the values that they stand for."""
+    if scheme.act_bits == 16:
+        return to_float32(np.ascontiguousarray(rows).view(np.uint16)[:, :k])
     k32, scales = -(-k // BLOCK) * BLOCK, num_scales(k, scheme)
     q = rows[:, :k32].view(np.int8).astype(np.float32)
     scale = np.ascontiguousarray(rows[:, k32:k32 + 4 * scales]).view(np.float32)

@@ -13,6 +13,7 @@ from ..errors import WorkFailed
 from ..host import cpu_features, cpu_name
 from ..program import EngineMismatch, outdated
 from ..step import StepInputs
+from . import amx
 
 CODE = "code/model.so"
 ABI_VERSION = 3
@@ -66,6 +67,8 @@ class NativeCode:
     def __init__(self, engine: EngineFile) -> None:
         """Raises EngineFormatError if it is no library of the ABI that this runtime speaks, WorkFailed."""
         check_cpu(engine)
+        if amx.FEATURE in engine.manifest["target"]["features"]:
+            amx.request_tiles(str(engine.path))
         self._engine = engine
         self._path = engine.path
         self._addresses: dict[str, int] = {}

@@ -86,16 +86,16 @@ def work_of(plan: Mapping[str, Any], launch: Mapping[str, Any], phase: Phase, fe
     if op == "embedding":  # reads the rows of its tokens only
         return Work(min(size, size * phase.num_tokens // max(1, rows[0])))
     if op == "route" and len(rows) == 1:
-        return Work(size, phase.num_tokens * rows[0] * width, _ARITHMETIC.get(matrix["scheme"], FLOAT))
+        return Work(size, phase.num_tokens * rows[0] * width, _of_matrix(matrix["scheme"], features))
     if op == "expert_linear" and writes:
         gate = 2 if rows[-1] == 2 * int(writes[-1]["shape"][-1]) else 1
         results = written * gate * _summed(plan, launch)
         touched = min(rows[0], results // rows[-1])  # at most: tokens may share experts
-        return Work(size * touched // rows[0], results * width, _ARITHMETIC.get(matrix["scheme"], FLOAT))
+        return Work(size * touched // rows[0], results * width, _of_matrix(matrix["scheme"], features))
     if op == "linear" and writes:
         each = _count([dim for dim in writes[-1]["shape"] if isinstance(dim, int)], phase)
         gate = 2 if rows[-1] == 2 * each else 1  # its rows come first, and are not in the result
-        return Work(size, gate * written * width, _ARITHMETIC.get(matrix["scheme"], FLOAT))
+        return Work(size, gate * written * width, _of_matrix(matrix["scheme"], features))
     return Work(size)
 
 
@@ -113,6 +113,11 @@ def _attention(kv: Mapping[str, Any], slot: Mapping[str, Any], written: int, pha
     return Work(phase.num_seqs * reach * _row_bytes(slot),
                 phase.visible(window) * heads * (slot["key_dim"] + slot["value_dim"]),
                 _multiplied(slot["dtype"], phase, features))
+
+
+def _of_matrix(scheme: str, features: Collection[str]) -> str:
+    """As what numbers a matrix in this scheme is multiplied."""
+    return BF16 if scheme == "bf16" and "avx512_bf16" in features else _ARITHMETIC.get(scheme, FLOAT)
 
 
 def _multiplied(kv_dtype: str, phase: Phase, features: Collection[str]) -> str:

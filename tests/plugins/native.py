@@ -1,28 +1,34 @@
 """What the tests of kernels share: compile them for an instruction set, call them on numpy arrays.
 
-Sets of other machines run under an emulator, where there is one.
+Sets of other machines run under an emulator, where there is one. AMX runs anywhere with AVX512-BF16: where there are no
+tile instructions, amx.h takes their place.
 """
 from __future__ import annotations
 
 import ctypes
 import platform
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ingot.compiler.cpu.isa import ISAS, host_isas
+from ingot.compiler.cpu.isa import ISAS, CpuIsa, host_isas
 from ingot.compiler.cpu.toolchain import Compiler, compile_shared
 from ingot.plugins.kernel import INCLUDE_DIR, CpuKernel, translation_unit
+from ingot.plugins.scheme import SCHEMES, Scheme
+from ingot.runtime.devices import amx
 
 from .emulated import EmulatedKernels, emulator
 
 PAIR_ISA = "x86-64-v4-bf16"
 """Where pairs of bfloat16 are multiplied."""
 
-HOST_ISAS = [isa.name for isa in host_isas() if isa.name not in ("x86-64-v4-vnni", PAIR_ISA)]
-"""Float kernels make no use of VNNI, nor of pairs of bfloat16; the other sets each have code of their own."""
+AMX_ISA = "x86-64-amx"
+
+HOST_ISAS = [isa.name for isa in host_isas() if isa.name not in ("x86-64-v4-vnni", PAIR_ISA, AMX_ISA)]
+"""Float kernels make no use of VNNI, nor of pairs of bfloat16 or tiles; the other sets each have code of their own."""
 
 ALL_ISAS = [*HOST_ISAS, *(
     pytest.param(isa.name, marks=[pytest.mark.slow, pytest.mark.skipif(
@@ -33,9 +39,34 @@ ALL_ISAS = [*HOST_ISAS, *(
 needs_pairs = pytest.mark.skipif(PAIR_ISA not in {isa.name for isa in host_isas()},
                                  reason="this machine has no AVX512-BF16")
 
-MATRIX_ISAS = [*ALL_ISAS, *(isa.name for isa in host_isas() if isa.name not in (*HOST_ISAS, PAIR_ISA)),
+MATRIX_ISAS = [*ALL_ISAS, *(isa.name for isa in host_isas() if isa.name not in (*HOST_ISAS, PAIR_ISA, AMX_ISA)),
                pytest.param(PAIR_ISA, marks=needs_pairs)]
-"""The products of integers have code of their own for VNNI, attention for pairs of bfloat16."""
+"""The products of integers have code of their own for VNNI, attention and matrices for pairs of bfloat16."""
+
+TILE_ISAS = [*MATRIX_ISAS, pytest.param(AMX_ISA, marks=needs_pairs)]
+"""And matrices for AMX."""
+
+_AMX = Path(__file__).with_name("amx.h")
+
+
+def runnable(name: str) -> CpuIsa:
+    """The instruction set, or, of AMX where it is missing, what computes the same on this machine."""
+    isa = ISAS[name]
+    if name != AMX_ISA or isa in host_isas():
+        return isa
+    pairs = ISAS[PAIR_ISA]
+    return replace(isa, required=pairs.required, zig_cpu=pairs.zig_cpu, march=pairs.march,
+                   extra_flags=(*isa.extra_flags, "-include", str(_AMX)))
+
+
+def schemes_of(isa: str) -> list[Scheme]:
+    """Those that an instruction set has kernels for."""
+    return [scheme for scheme in SCHEMES.values() if scheme.act_bits != 16 or ISAS[isa].multiplies_pairs]
+
+
+def require_scheme(isa: str, scheme: Scheme) -> None:
+    if scheme.name in SCHEMES and SCHEMES[scheme.name] not in schemes_of(isa):
+        pytest.skip(f"{isa} does not multiply pairs of bfloat16")
 
 
 _COUNTS = ("num_tokens", "num_seqs", "num_logits", "max_blocks")
@@ -94,8 +125,10 @@ class Library:
         if ISAS[isa].machine != platform.machine():
             self._emulated = EmulatedKernels(kernels, ISAS[isa], folder)
             return
+        if amx.FEATURE in runnable(isa).required:
+            amx.request_tiles(isa)
         path = folder / f"{isa}-{compiler}.so"
-        compile_shared({"kernels.c": translation_unit(kernels)}, ISAS[isa], [INCLUDE_DIR], path, compiler)
+        compile_shared({"kernels.c": translation_unit(kernels)}, runnable(isa), [INCLUDE_DIR], path, compiler)
         self._library = ctypes.CDLL(str(path))
 
     def run(self, kernel: CpuKernel, step: Step, *args: np.ndarray | None, workers: int = 1) -> None:

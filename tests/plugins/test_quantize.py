@@ -4,19 +4,23 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from ingot.compiler.cpu.isa import ISAS
 from ingot.plugins.quantize.cpu import emit
 from ingot.plugins.quantize.reference import quantize, quantize_values, row_bytes
 from ingot.plugins.scheme import Scheme
-from tests.plugins.native import MATRIX_ISAS, Library, Step, aligned, placed
+from tests.plugins.native import MATRIX_ISAS, Library, Step, aligned, from_bf16, placed, require_scheme
 
 WIDTHS = [1, 31, 32, 64, 100, 576, 1000]
 SCHEMES = [Scheme(name, bits, 8, group) for name, bits in (("int8", 8), ("w4a8", 4)) for group in (0, 32, 64, 128)]
+PAIRS = Scheme("bf16_pairs", 16, 16)
 
 
 @pytest.fixture(scope="module", params=MATRIX_ISAS)
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Library:
     kernels = [emit(k, scheme) for k in WIDTHS for scheme in SCHEMES]
     kernels += [emit(100, SCHEMES[0], "L", 128), emit(100, SCHEMES[0], "3*T")]
+    if ISAS[request.param].multiplies_pairs:
+        kernels += [emit(k, PAIRS) for k in WIDTHS]
     return Library(kernels, request.param, tmp_path_factory.mktemp(request.param))
 
 
@@ -29,6 +33,20 @@ def make_input(k: int) -> np.ndarray:
     x[5, k // 2], x[6, k // 2], x[7, 0] = np.nan, -np.inf, 3e38
     x[8] = np.arange(k) / 2  # ties of rounding
     return placed(x.astype(np.float32))
+
+
+@pytest.mark.parametrize("k", WIDTHS)
+def test_pairs_equal_the_reference(library: Library, k: int) -> None:
+    """Subnormal numbers and zeros of either sign included; the padding is zero, which pairs of weights meet."""
+    require_scheme(library.isa, PAIRS)
+    x = make_input(k)
+    x[0, -1], x[1, 0], x[4, :] = 1e-40, -1e-39, -0.0
+    rows = aligned((9, row_bytes(k, PAIRS)), np.uint8)
+    rows[:] = 0xFF
+    library.run(emit(k, PAIRS), Step.of_tokens(9), x, rows, workers=2)
+    used = -(-k // 32) * 32
+    want, rows = (np.ascontiguousarray(found.view(np.uint16)[:, :used]) for found in (quantize(x, PAIRS), rows))
+    assert ((rows == want) | np.isnan(from_bf16(want)) & np.isnan(from_bf16(rows))).all()
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s.tag)

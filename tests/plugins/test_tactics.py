@@ -12,12 +12,12 @@ from ingot.plugins.kernel import INCLUDE_DIR, CpuKernel, source_digest
 from ingot.plugins.linear import cpu as linear_cpu
 from ingot.plugins.linear.pack import pack
 from ingot.plugins.quantize.reference import quantize
-from ingot.plugins.scheme import SCHEMES
-from tests.plugins.native import Library, Step, aligned, placed, relative_error
+from tests.plugins.native import Library, Step, aligned, placed, relative_error, schemes_of
 from tests.plugins.test_attention import PLAIN, PLAIN_I8, allowed_error, expected, make, run
 
 N, K = 72, 1100
-LINEAR = [linear_cpu.Problem(N, K, SCHEMES[name], m) for name in ("fp32", "bf16", "int8", "w4a8") for m in (1, 8, 64)]
+ISA = host_isas()[-1].name
+LINEAR = [linear_cpu.Problem(N, K, scheme, m) for scheme in schemes_of(ISA) for m in (1, 8, 64)]
 TOKENS = {1: 1, 8: 7, 64: 45}
 
 
@@ -28,14 +28,14 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
         for tactic in attention_cpu.tactics(p):
             tuned = replace(p, tactic=tactic)
             kernels += [attention_cpu.attention(tuned), attention_cpu.attention_combine(tuned)]
-    return Library(dict.fromkeys(kernels), host_isas()[-1].name, tmp_path_factory.mktemp("tactics"))
+    return Library(dict.fromkeys(kernels), ISA, tmp_path_factory.mktemp("tactics"))
 
 
 @pytest.mark.parametrize("p", LINEAR, ids=lambda p: f"{p.scheme.name}-{p.m}")
 def test_all_tactics_of_a_matrix_give_the_same_bits(library: Library, p: linear_cpu.Problem) -> None:
     rng, tokens = np.random.default_rng(0), TOKENS[p.m]
     w, x = (rng.standard_normal(shape).astype(np.float32) for shape in ((N, K), (tokens, K)))
-    source = placed(quantize(x, p.scheme) if p.scheme.is_integer else x)
+    source = placed(quantize(x, p.scheme) if p.scheme.rounds_inputs else x)
     packed, results = placed(pack(w, p.scheme)), []
     for tactic in linear_cpu.tactics(p):
         y = aligned((tokens, N))

@@ -9,10 +9,13 @@ def names(machine: str, flags: frozenset[str]) -> list[str]:
 
 
 def test_the_most_capable_comes_last() -> None:
-    v3, vnni, bf16 = (ISAS[name].required for name in ("x86-64-v3", "x86-64-v4-vnni", "x86-64-v4-bf16"))
+    v3, vnni, bf16, amx = (ISAS[name].required for name in (
+        "x86-64-v3", "x86-64-v4-vnni", "x86-64-v4-bf16", "x86-64-amx"))
     assert names("x86_64", v3) == ["x86-64-v3"]
     assert names("x86_64", vnni) == ["x86-64-v3", "x86-64-v4", "x86-64-v4-vnni"]
     assert names("x86_64", bf16) == ["x86-64-v3", "x86-64-v4", "x86-64-v4-vnni", "x86-64-v4-bf16"]
+    assert names("x86_64", amx)[-2:] == ["x86-64-v4-bf16", "x86-64-amx"]
+    assert names("x86_64", amx - {"amx_bf16"})[-1] == "x86-64-v4-bf16"
     assert names("x86_64", bf16 - {"avx512_vnni"}) == ["x86-64-v3", "x86-64-v4"]
     assert names("x86_64", v3 - {"f16c"}) == []
 

@@ -23,6 +23,18 @@ def test_layers_of_one_scheme_share_what_they_read() -> None:
     assert ops(insert_quantize(graph)) == ["quantize", "linear", "quantize", "linear", "linear", "linear"]
 
 
+def test_where_pairs_are_multiplied_bf16_reads_rounded_rows() -> None:
+    """Elsewhere it reads floats; an embedding has no inputs to round."""
+    b = Builder()
+    rows = b.op("embedding", b.weight("e", 8, 64), b.x("ids", "T", dtype=DType.I32), scheme="bf16")
+    graph = b.made(b.op("linear", rows, b.weight("w", 32, 64), scheme="bf16"))
+    assert insert_quantize(graph) == graph
+    rounded = insert_quantize(graph, pairs=True)
+    assert [node.attrs["scheme"] for node in rounded.nodes] == ["bf16", "bf16_pairs", "bf16_pairs"]
+    assert ops(rounded) == ["embedding", "quantize", "linear"]
+    expect_same_meaning(graph, rounded, 5e-3)
+
+
 def test_experts_too() -> None:
     b = Builder()
     ids = b.op("mod", b.x("ids", "T", 2, dtype=DType.I32), 4)

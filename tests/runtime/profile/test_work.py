@@ -67,3 +67,13 @@ def test_what_attention_multiplies(slot: int, phase: Phase, features: list[str],
     """Held against the ceiling of float32, what multiplies pairs of bfloat16 would be twice as fast as it can be."""
     entry = launch("attention", ["kv", slot, "k"], ["kv", slot, "v"], shape=["T", 6, 8])
     assert work_of(PLAN, entry, phase, features).arithmetic == numbers
+
+
+@pytest.mark.parametrize(("scheme", "features", "numbers"), [
+    ("bf16", ["avx512_bf16"], "bf16"), ("bf16", ["avx2"], "float"), ("bf16", [], "float"),
+    ("w4a8", ["avx512_bf16"], "w4a8"),
+])
+def test_what_a_matrix_multiplies(scheme: str, features: list[str], numbers: str) -> None:
+    plan = {**PLAN, "weights": {"w": {**PLAN["weights"]["w"], "scheme": scheme}}}
+    entry = launch("linear", ["weight", "w"], shape=["T", 96])
+    assert work_of(plan, entry, PROMPT, features).arithmetic == numbers
