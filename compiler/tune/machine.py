@@ -11,7 +11,7 @@ import numpy as np
 
 from ingot.plugins.cpu.ceilings import CEILINGS, CHAINS, OUT_BYTES, READ_PIECE_BYTES
 from ingot.plugins.kernel import INCLUDE_DIR, CpuKernel, translation_unit
-from ingot.runtime.devices import amx
+from ingot.runtime import amx
 from ingot.runtime.devices.native_code import Launch, Step
 
 from ..cache.build_cache import BuildCache

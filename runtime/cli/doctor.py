@@ -13,7 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import IngotError
+from .. import amx
+from ..errors import IngotError, WorkFailed
 from ..folders import cache_folder
 from ..host import available_cores, available_memory_bytes, cpu_features, cpu_name
 from .output import print_json, size, table
@@ -21,7 +22,8 @@ from .output import print_json, size, table
 RUNTIME_PACKAGES = ("numpy", "tokenizers", "jinja2")
 COMPILER_PACKAGES = ("torch", "transformers", "safetensors", "gguf", "pyyaml", "ziglang")
 # What kernels make use of, of the many flags that a CPU has.
-TELLING_FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "asimddp", "sve")
+TELLING_FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16",
+                    "asimddp", "sve")
 TRITON = "3.9.0"
 TRITON_INSTALL = f"pip install --no-deps triton=={TRITON}"
 LEAST_DISK_BYTES = 2_000_000_000
@@ -59,6 +61,11 @@ def _python() -> Check:
 def _cpu() -> Check:
     found = [name for name in TELLING_FEATURES if name in cpu_features()]
     enough = {"avx2", "fma"} <= set(found) or "asimddp" in found
+    if amx.FEATURE in found:
+        try:
+            amx.request_tiles("cpu:x86-64-amx")
+        except WorkFailed as error:
+            return Check("cpu", "warn", f"{cpu_name()}: {' '.join(found)}; {' '.join(str(error).split())}")
     return Check("cpu", "ok" if enough else "fail", f"{cpu_name()}: {' '.join(found) or 'none of the features'}"
                  + ("" if enough else "; CPU engines need AVX2 with FMA, or Arm with dot products"))
 

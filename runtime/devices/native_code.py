@@ -7,13 +7,13 @@ import platform
 import tempfile
 from typing import Any
 
+from .. import amx
 from ..engine_file import EngineFile
 from ..engine_format import EngineFormatError
 from ..errors import WorkFailed
 from ..host import cpu_features, cpu_name
 from ..program import EngineMismatch, outdated
 from ..step import StepInputs
-from . import amx
 
 CODE = "code/model.so"
 ABI_VERSION = 3

@@ -18,7 +18,7 @@ from ingot.compiler.cpu.isa import ISAS, CpuIsa, host_isas
 from ingot.compiler.cpu.toolchain import Compiler, compile_shared
 from ingot.plugins.kernel import INCLUDE_DIR, CpuKernel, translation_unit
 from ingot.plugins.scheme import SCHEMES, Scheme
-from ingot.runtime.devices import amx
+from ingot.runtime import amx
 
 from .emulated import EmulatedKernels, emulator
 

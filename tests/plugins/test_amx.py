@@ -10,7 +10,7 @@ import pytest
 
 from ingot.compiler.cpu.isa import ISAS
 from ingot.compiler.cpu.toolchain import command
-from ingot.runtime.devices import amx
+from ingot.runtime import amx
 from ingot.runtime.errors import WorkFailed
 from tests.plugins.native import PAIR_ISA, from_bf16, needs_pairs, to_bf16
 

@@ -5,7 +5,9 @@ import importlib.metadata
 
 import pytest
 
+from ingot.runtime import amx
 from ingot.runtime.cli import doctor
+from ingot.runtime.errors import WorkFailed
 
 
 def test_gpus_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,6 +28,19 @@ def test_gpus_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda.bindings, "driver", FakeCuda({}, version=12040))
     check = doctor._gpu()
     assert check.status == "warn" and "supports CUDA 12.4" in check.detail and "\n" not in check.detail
+
+
+def test_tile_registers_that_the_system_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(what: str) -> None:
+        raise WorkFailed(f"{what} needs the tile registers of AMX, which the system refuses: a reason.\n  Build for less")
+
+    monkeypatch.setattr(doctor, "cpu_features", lambda: frozenset({"avx2", "fma", "amx_tile", "amx_int8", "amx_bf16"}))
+    monkeypatch.setattr(amx, "request_tiles", refuse)
+    check = doctor._cpu()
+    assert check.status == "warn" and "amx_int8 amx_bf16; cpu:x86-64-amx needs" in check.detail
+    assert "a reason. Build for less" in check.detail
+    monkeypatch.setattr(amx, "request_tiles", lambda what: None)
+    assert doctor._cpu().status == "ok" and "refuses" not in doctor._cpu().detail
 
 
 def test_one_version_of_triton() -> None:

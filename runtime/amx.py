@@ -4,7 +4,7 @@ import ctypes
 import errno
 import os
 
-from ..errors import WorkFailed
+from .errors import WorkFailed
 
 FEATURE = "amx_tile"
 """As /proc/cpuinfo and the manifest of an engine name it."""
