@@ -3,6 +3,7 @@
     python -m tools.gpu_builds engines --out FOLDER [--models smollm2 gemma3 mixtral] [--targets a100 …]
                                                    [--precisions int4 …]
     python -m tools.gpu_builds plans [--models llama-3.1-8b …] [--targets h200 b200] [--precision fp8]
+                                     [--tensor-parallel 4]
 
 `engines` builds the demo models and a random 2-layer mixtral for each target and precision, from nothing (no build
 cache, no kernels of earlier runs) unless --warm is given. `plans` does dry runs of recipes/ from their configurations
@@ -21,6 +22,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from ingot.runtime.cli.output import size
 
@@ -88,12 +91,21 @@ def checkpoint(model: str, out: Path) -> Path:
     return folder
 
 
-def plans(models: list[str], targets: list[str], precision: str, warm: Path | None) -> Iterator[Build]:
+def plans(models: list[str], targets: list[str], precision: str, warm: Path | None, ranks: int) -> Iterator[Build]:
     for model in models:
         for target in targets:
             with tempfile.TemporaryDirectory(prefix="ingot-cold-") as cold:
-                yield run(model, target, precision, ["--dry-run", "--recipe", str(ROOT / f"recipes/{model}.yaml")],
-                          warm or Path(cold))
+                recipe = Path(cold) / f"{model}.yaml"
+                recipe.write_text(_recipe(model, target, precision, ranks))
+                yield run(model, target, precision, ["--dry-run", "--recipe", str(recipe)], warm or Path(cold))
+
+
+def _recipe(model: str, target: str, precision: str, ranks: int) -> str:
+    """The model's recipe with one build: as for an h200, for that target."""
+    recipe = yaml.safe_load((ROOT / f"recipes/{model}.yaml").read_text())
+    (build,) = (build for build in recipe["builds"] if "h200" in build["targets"])
+    builds = [build | {"targets": [target], "precisions": [precision]}]
+    return str(yaml.safe_dump(recipe | {"builds": builds, "tensor_parallel": ranks}))
 
 
 def engine_row(build: Build) -> list[str]:
@@ -129,6 +141,8 @@ def main() -> int:
     parser.add_argument("--targets", nargs="+", default=None)
     parser.add_argument("--precisions", nargs="+", default=None, help="of engines")
     parser.add_argument("--precision", default="fp8", help="of plans")
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="RANKS",
+                        help="of plans; memory is of one GPU")
     parser.add_argument("--out", type=Path, help="folder of the engines")
     parser.add_argument("--warm", type=Path, help="a folder of caches that all builds share")
     asked = parser.parse_args()
@@ -138,7 +152,7 @@ def main() -> int:
     builds = engines(asked.models or list(MODELS), asked.targets or list(TARGETS), asked.precisions,
                      asked.out, asked.warm) \
         if asked.what == "engines" else plans(asked.models or list(PLANS), asked.targets or ["h200", "b200"],
-                                              asked.precision, asked.warm)
+                                              asked.precision, asked.warm, asked.tensor_parallel)
     print("| model | target | precision | " + " | ".join(columns) + " |")
     print("| --- " * (3 + len(columns)) + "|")
     failed = 0

@@ -22,7 +22,7 @@ from tools.small_models import save_random, small_config
 TARGET = find_target("h200")
 
 
-def fake_for(*paths: Path) -> FakeCuda:
+def fake_for(*paths: Path, num_gpus: int = 1) -> FakeCuda:
     kernels, sources = {}, {}
     for path in paths:
         with EngineFile.open(path) as engine:
@@ -30,7 +30,7 @@ def fake_for(*paths: Path) -> FakeCuda:
                 kernels[hashlib.sha256(engine.read(kernel.code)).hexdigest()] = kernel
                 if kernel.source:
                     sources[kernel.module] = engine.read(kernel.source).decode()
-    fake = FakeCuda(kernels, sources, memory_bytes=4 << 30)
+    fake = FakeCuda(kernels, sources, memory_bytes=4 << 30, num_gpus=num_gpus)
     fake.cuInit(0)
     return fake
 

@@ -25,7 +25,7 @@ TEXTS = ("The sea is never still. Even on a calm day the water rises and falls,"
          "A compiler reads a program and writes another one that does the same. First it")
 """Prompts of real models."""
 NUM_NEW_OF_MODELS = 24
-_LIMITS = ("--max-batch-size", "16", "--max-num-tokens", "32", "--max-seq-len", "128")
+LIMITS = ("--max-batch-size", "16", "--max-num-tokens", "32", "--max-seq-len", "128")
 _EMULATOR_BOUND, _QUANTIZED_BOUND, _BF16_BOUND = 2e-2, 8e-2, 3e-2
 """Relative error of the logits: against the emulator, where sums differ in their order, so that a value may be rounded
 to the other of two neighbours, which are far apart in 8 and 4 bits; of bf16 against float32."""
@@ -65,10 +65,10 @@ def make(folder: Path, target: Target, chosen: list[tuple[str, str]],
         path = folder / f"{family}.{precision}.engine"
         progress(f"build {family}, {precision}")
         try:
-            _run("-m", "ingot.runtime.cli", "build", str(folder / "models" / family), "--target", target.name,
-                 "--precision", precision, "-o", str(path), *_LIMITS)
+            run("-m", "ingot.runtime.cli", "build", str(folder / "models" / family), "--target", target.name,
+                 "--precision", precision, "-o", str(path), *LIMITS)
             progress(f"emulate {family}, {precision}")
-            _run("-m", "tools.gpu_check.emulate", str(path), str(path.with_suffix(".npz")))
+            run("-m", "tools.gpu_check.emulate", str(path), str(path.with_suffix(".npz")))
         except WorkFailed as error:
             progress(f"left out: {family}, {precision}: {error}")
             continue
@@ -80,7 +80,7 @@ def make_model(folder: Path, target: Target, model: str) -> Iterator[tuple[Path,
     """Engines of a real checkpoint, without its weights: in bf16, and in the first of the quantized precisions."""
     for precision in model_precisions(target):
         path = folder / f"model.{precision}.engine"
-        _run("-m", "ingot.runtime.cli", "build", model, "--target", target.name, "--precision", precision,
+        run("-m", "ingot.runtime.cli", "build", model, "--target", target.name, "--precision", precision,
              "--strip-weights", "-o", str(path), *_MODEL_LIMITS)
         yield path, f"engines/{path.name}"
 
@@ -126,7 +126,7 @@ def _check_model(source: CodeSource, folder: Path, model: str, precision: str, d
                         len(against.greedy.differences), against.greedy.num_tokens, problem)
 
 
-def _run(*arguments: str) -> None:
+def run(*arguments: str) -> None:
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run([sys.executable, *arguments], cwd=root, capture_output=True, text=True,
                           env=os.environ | {"PYTHONPATH": str(root)})

@@ -11,7 +11,7 @@ from ingot.plugins.gpu.kernel import GpuKernel
 from ingot.runtime.errors import IngotError, RequestError
 from ingot.runtime.folders import cache_folder
 
-from . import engines, throughput
+from . import engines, team, throughput
 from .cases import Case, list_cases
 from .code import LARGEST_PACK_BYTES, Compiler, PackWriter
 from .kernels import Recorder
@@ -43,6 +43,9 @@ def make_pack(path: Path, target: Target, sections: tuple[str, ...], progress: P
                 progress(f"build {model}")
                 for file, member in engines.make_model(folder, target, model):
                     writer.add_folder(file, member)
+        if "team" in sections:
+            for file, member in team.make(folder, target, progress):
+                writer.add_folder(file, member)
         if "throughput" in sections:
             for precision in throughput.precisions(target):
                 progress(f"build the large engine, {precision}")

@@ -7,7 +7,7 @@ from typing import Any
 
 from ingot.runtime.cli.output import table
 
-SECTIONS = ("kernels", "ceilings", "rates", "engines", "throughput")
+SECTIONS = ("kernels", "ceilings", "rates", "engines", "team", "throughput")
 _MATRIX_TYPE = {"fp8": "fp8", "w4a8": "fp8", "int8": "int8", "int4": "bf16", "bf16": "bf16"}
 
 Table = tuple[str, Sequence[str], Sequence[tuple[str, ...]]]
@@ -21,6 +21,7 @@ def failures(results: dict[str, Any]) -> list[str]:
               for row in results.get("rates", []) if row["problem"]]
     found += [f"engine {row['model']}, {row['precision']}: {row['problem']}"
               for row in results.get("engines", []) if row["problem"]]
+    found += [f"engine of {row['ranks']} ranks: {row['problem']}" for row in results.get("team", []) if row["problem"]]
     found += [f"{row['who']}, {row['phase']}, batch {row['batch']}: {row['problem']}"
               for row in results.get("throughput", []) if row["problem"] and row["who"].startswith("ingot")]
     return found
@@ -29,6 +30,7 @@ def failures(results: dict[str, Any]) -> list[str]:
 def tables(results: dict[str, Any]) -> list[Table]:
     """(title, header, rows) of each section that has results."""
     makers = {"kernels": _kernels, "ceilings": _ceilings, "rates": _rates, "engines": _engines,
+              "team": _team,
               "throughput": _throughput}
     return [makers[section](results) for section in SECTIONS if section in results]
 
@@ -85,6 +87,17 @@ def _engines(results: dict[str, Any]) -> Table:
              row["problem"] or "passed") for row in results["engines"]]
     return "Engines", ("model", "precision", "off the emulator", "off transformers", "same top token",
                        "greedy tokens differing", "result"), rows
+
+
+def _team(results: dict[str, Any]) -> Table:
+    def result(row: dict[str, Any]) -> str:
+        return row["problem"] or (f"skipped: {row['skipped']}" if row["skipped"] else "passed")
+
+    rows = [(str(row["ranks"]), row["device"], _number(row["emulator_error"], ".1e"),
+             _number(row["exchange_us"], ".1f"), str(row["num_exchanges"] or ""), result(row))
+            for row in results["team"]]
+    return "Engines divided among GPUs", ("ranks", "GPUs", "off the emulator", "µs of a step's exchanges", "exchanges",
+                                          "result"), rows
 
 
 def _throughput(results: dict[str, Any]) -> Table:

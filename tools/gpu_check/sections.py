@@ -17,7 +17,7 @@ from ingot.runtime.devices.cuda_driver import GpuInfo
 from ingot.runtime.devices.cuda_memory import CudaContext
 from ingot.runtime.errors import RequestError
 
-from . import engines, throughput
+from . import engines, team, throughput
 from .cases import list_cases
 from .ceilings import measure_ceilings
 from .code import CodeSource, Pack, find_target, target_of
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         context = CudaContext(driver, gpu)
         stack.callback(context.close)
         sections = Sections(source, target, gpu, DeviceRunner(context, source, target.isa),
-                            folder, progress, arguments.model)
+                            folder, progress, arguments.model, driver)
         for section in arguments.only:
             begin = time.perf_counter()
             results[section] = getattr(sections, section)()
@@ -56,11 +56,12 @@ class Sections:
     """One method a section; what it returns goes into a JSON file."""
 
     def __init__(self, source: CodeSource, target: Target, gpu: GpuInfo, runner: DeviceRunner, folder: Path,
-                 progress: Progress, model: str | None = None) -> None:
-        """model: a real checkpoint, for `engines`."""
+                 progress: Progress, model: str | None = None, driver: cuda_driver.Driver | None = None) -> None:
+        """model: a real checkpoint, for `engines`. driver: for `team`."""
         assert target.gpu is not None
         self.source, self.target, self.gpu, self.runner = source, target, gpu, runner
         self.folder, self.progress, self.figures, self.model = folder, progress, target.gpu, model
+        self.driver = driver
 
     def kernels(self) -> dict[str, Any]:
         outcomes = check_kernels(list_cases(), self.runner, self.gpu.arch, self.progress)
@@ -83,6 +84,11 @@ class Sections:
         if self.model is not None:
             found += engines.check_model(self.source, self.folder, self.model, device, self.progress)
         return [asdict(result) for result in found]
+
+    def team(self) -> list[dict[str, Any]]:
+        assert self.driver is not None
+        return [asdict(result) for result in
+                team.check_teams(self.source, self.folder, self.driver, self.gpu.ordinal, self.progress)]
 
     def throughput(self) -> list[dict[str, Any]]:
         import torch
@@ -123,6 +129,8 @@ def dry(sections: tuple[str, ...], target_name: str) -> list[str]:
             for case in rate_cases(target))]
     if "engines" in sections:
         found += ["engines:", *(f"  {family}, {precision}" for family, precision in engines.combinations(target))]
+    if "team" in sections:
+        found.append(f"team: a llama in bf16 divided among {', '.join(map(str, team.RANKS))} GPUs, where so many are")
     if "throughput" in sections:
         found.append(f"throughput: {throughput.MODEL.parameters / 1e9:.2f} billion parameters, "
                      f"{', '.join(throughput.precisions(target))}; generation of {throughput.BATCHES} sequences at "
