@@ -17,6 +17,7 @@ MAX_ANSWERS = 128
 MAX_LOGIT_BIASES = 1024
 MAX_BAD_WORDS = 1024
 MAX_STOPS = 1024
+MAX_TEXT_LENGTH = 1000  # of a stop string or a bad word, in characters
 GUIDE_KINDS = ("json_schema", "json_object", "regex", "grammar", "choice")
 
 # Below it only the best token has a chance that float32 can tell from 0.
@@ -128,8 +129,8 @@ class SamplingParams:
         for name in ("ignore_eos", "include_stop", "skip_special_tokens"):
             _require(name, getattr(self, name), isinstance(getattr(self, name), bool), "true or false")
         self._sequence("stop_token_ids", MAX_STOPS, _is_token, "token ids")
-        self._sequence("stop", MAX_STOPS, _is_text, "texts that are not empty")
-        self._sequence("bad_words", MAX_BAD_WORDS, _is_text, "texts that are not empty")
+        self._texts("stop", MAX_STOPS)
+        self._texts("bad_words", MAX_BAD_WORDS)
         sequences = _tuple("bad_token_ids", self.bad_token_ids, "sequences of token ids")
         object.__setattr__(self, "bad_token_ids", tuple(
             _tuple("bad_token_ids", tokens, "sequences of token ids") for tokens in sequences))
@@ -156,6 +157,12 @@ class SamplingParams:
         for value in values:
             _require(name, value, is_right(value), expected)
         object.__setattr__(self, name, values)
+
+    def _texts(self, name: str, most: int) -> None:
+        self._sequence(name, most, _is_text, "texts that are not empty")
+        if (length := max(map(len, getattr(self, name)), default=0)) > MAX_TEXT_LENGTH:
+            raise SamplingError(name, f"{name} holds a text of {length} characters; expected at most "
+                                      f"{MAX_TEXT_LENGTH}")
 
     def _check_logit_bias(self) -> None:
         bias = self.logit_bias

@@ -1,8 +1,11 @@
 """Stop strings: found wherever the pieces are cut, never given out by mistake."""
 
+import tracemalloc
+
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ingot.runtime.beginnings import Beginnings
 from ingot.runtime.executor.stop_strings import StopStrings
 
 LETTERS = st.text(st.sampled_from("ab<"), max_size=12)
@@ -75,3 +78,15 @@ def test_no_more_is_held_back_than_needed(stops: list[str], pieces: list[str]) -
         held = seen[len(given) :]
         assert seen == given + held
         assert not held or any(stop.startswith(held) for stop in stops)
+
+
+def test_a_long_text_takes_no_more_memory_than_itself() -> None:
+    """Its beginnings together are as large as its length squared."""
+    tracemalloc.start()
+    try:
+        beginnings = Beginnings(["a" * 20_000])
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    assert beginnings.at_end("b" + "a" * 19_999) == 19_999
+    assert beginnings.at_end("a" * 20_000) == 19_999  # it is complete: its end may begin another one
