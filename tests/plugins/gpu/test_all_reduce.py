@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from ingot.compiler.gpu.disassemble import disassemble
 from ingot.compiler.gpu.triton_compile import PtxCompiler, PtxKernel
 from ingot.compiler.targets import architectures
 from ingot.plugins.all_reduce import reference
@@ -113,6 +114,10 @@ def test_signals_have_the_systems_order(arch: str) -> None:
     ways_of = [way for op in OPS for way in ways(Problem(op, 64, 4096, "bf16", "T", 8))]
     code = support.compiled([way.launches[0].kernel for way in ways_of], arch)
     assert not any(one.spill_stores for one in code.values())
+    for one in code.values():
+        sass = disassemble(one.cubin)
+        assert "MEMBAR.ALL.SYS" in sass or "MEMBAR.SC.SYS" in sass, sass
+        assert "ST.E.STRONG.SYS" in sass.replace("STG", "ST") and "LD.E.STRONG.SYS" in sass.replace("LDG", "LD")
     with PtxCompiler(architectures()[arch]) as compiler:
         for way in ways_of:
             ptx = compiler(way.launches[0].kernel).ptx
