@@ -57,7 +57,7 @@ class ChatTemplate:
         """The variables that the template asks for: messages, tools, …"""
         return frozenset(meta.find_undeclared_variables(self._environment.parse(self._source)))
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any) -> str:
+    def render(self, messages: Sequence[Message], /, add_generation_prompt: bool = True, **variables: Any) -> str:
         """The text of a chat; it ends where the answer begins.
 
         messages   role ("system", "user", "assistant", …) and content of each
@@ -67,10 +67,13 @@ class ChatTemplate:
         for index, message in enumerate(messages):
             if not isinstance(message, Mapping) or "role" not in message:
                 raise ChatTemplateError(f"message {index} is {message!r}; expected a mapping with role and content")
-        values = {"tools": None, "documents": None, **self._variables, **variables}
+        # As one mapping: clients choose names, such as self.
+        values = {"tools": None, "documents": None, **self._variables, **variables,
+                  "messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
-            return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **values)
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+            return self._template.render(values)
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError,
+                RecursionError) as error:
             raise ChatTemplateError(f"the chat template refuses these messages: {error}") from None
 
 

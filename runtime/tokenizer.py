@@ -185,7 +185,7 @@ class Tokenizer:
         assert self._chat_template is not None, "has_chat_template first"
         return ChatTemplate(self._chat_template, self._special_tokens)
 
-    def chat(self, messages: Sequence[Message], **variables: Any) -> str:
+    def chat(self, messages: Sequence[Message], /, **variables: Any) -> str:
         """The text that the model's template makes of a chat, special tokens included. Raises ChatTemplateError."""
         return self._template.render(messages, **variables)
 

@@ -187,6 +187,13 @@ def test_a_chat_goes_through_the_template(address: str, runner: ScriptedRunner) 
     assert runner.requests[0].prompt_token_ids == tokenizer().encode("s:x|u:y|<s>a:", add_special_tokens=False)
 
 
+@pytest.mark.parametrize("variables", [{"self": 1}, {"cls": 1, "text": 2, "args": [], "kwargs": {}}])
+def test_a_templates_variables_have_any_name(address: str, variables: dict[str, Any]) -> None:
+    status, _, answer = call(address, "POST", "/v1/chat/completions", {
+        "messages": [{"role": "user", "content": "y"}], "chat_template_kwargs": variables})
+    assert (status, answer["choices"][0]["message"]["content"]) == (200, ANSWER)
+
+
 def test_an_engine_without_tokenizer_takes_token_ids(runner: ScriptedRunner, tmp_path: Path) -> None:
     with http_server(tmp_path, runner, with_tokenizer=False) as address:
         status, _, answer = complete(address, prompt="text")
