@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,6 +40,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for marker, reason in reasons.items():
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_sessionstart() -> None:
+    gc.disable()  # next to nothing of what is imported and collected now becomes garbage
+
+
+def pytest_collection_finish() -> None:
+    """All that there is now stays to the end: no collection of garbage, of which swaps of engines ask for one each, has
+    to look through it again."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # for the modules that tell at the end what was not freed
 
 
 def why_no_gpu() -> str | None:

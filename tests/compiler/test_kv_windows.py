@@ -76,7 +76,7 @@ def test_logits_are_those_of_transformers(model_type: str, kv_precision: str, to
     with torch.no_grad():
         want = np.stack([model(input_ids=row[None], use_cache=False).logits[0].numpy() for row in ids])
     path = tmp_path / "x.engine"
-    build(BuildRequest(str(tmp_path / "model"), "cpu", "fp32", path, max_batch_size=100, max_num_tokens=100,
+    build(BuildRequest(str(tmp_path / "model"), "cpu", "fp32", path, max_batch_size=48, max_num_tokens=48,
                        kv_precision=kv_precision))
     program = CpuProgram(EngineFile.open(path), 3 * NUM_TOKENS + 30, num_workers=2)
     assert program.kv_windows == windows

@@ -8,9 +8,10 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -118,14 +119,19 @@ def count(server: Serve, *metrics: str) -> float:
     return sum(float(values[name]) for name in metrics)
 
 
+def until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < end, "it never came true"
+        time.sleep(0.01)
+
+
 def until_running(server: Serve) -> None:
-    while not count(server, "ingot_requests_running"):
-        threading.Event().wait(0.01)
+    until(lambda: count(server, "ingot_requests_running") > 0)
 
 
 def until_all_have_come(server: Serve, number: int) -> None:
-    while count(server, "ingot_requests_running", "ingot_requests_waiting") < number:
-        threading.Event().wait(0.01)
+    until(lambda: count(server, "ingot_requests_running", "ingot_requests_waiting") >= number)
 
 
 def test_what_runs_is_finished_and_what_comes_is_refused(mock_path: Path) -> None:

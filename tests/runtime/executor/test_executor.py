@@ -234,10 +234,10 @@ def test_cancelled_while_a_step_is_in_flight() -> None:
 def test_deadline() -> None:
     sink, program = Sink(), gated()
     with null_executor(program, max_batch_size=1) as executor:
-        executor.submit(request("a", PROMPT, 50, deadline_s=0.05), sink)
+        executor.submit(request("a", PROMPT, 50, deadline_s=0.5), sink)  # launched before, on a busy machine too
         executor.submit(request("waiting", PROMPT, 50, deadline_s=0.01), sink)
         program.await_launch()
-        threading.Event().wait(0.06)
+        threading.Event().wait(0.51)
         program.is_open = True
         assert sink.finished("a").finish_reason == "timeout"
         assert sink.finished("waiting").finish_reason == "timeout"
