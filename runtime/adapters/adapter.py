@@ -63,9 +63,9 @@ class Adapter:
         """
         path = Path(folder)
         source = os.fspath(folder) if shown is None else shown
-        if not path.is_dir():
+        if not os.path.isdir(path):  # Path.is_dir raises for names that are too long
             raise AdapterError(f"{source}: no folder; expected one with {CONFIG} and {WEIGHTS}")
-        if not (path / WEIGHTS).exists() and (path / PICKLED).exists():
+        if not os.path.exists(path / WEIGHTS) and os.path.exists(path / PICKLED):
             raise AdapterError(f"{source}: has {PICKLED}, a pickle, which can run code and is not read; expected "
                                f"{WEIGHTS}.\n  Save it again: model.save_pretrained(folder, safe_serialization=True)")
         most = None if room is None else _SPARE_BYTES + _SPARE_FACTOR * room.bytes_per_adapter

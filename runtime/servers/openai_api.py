@@ -330,6 +330,7 @@ async def chat_ids(engine: ServedEngine, messages: Sequence[Message] | None, tem
     def ids() -> list[int]:
         # The template writes BOS and its like itself.
         text = tokenizer.chat(messages, **template)
+        text.encode()  # the tokenizer does not say what is wrong with half a character
         _check_length(tokenizer, text, "messages", longest)
         return tokenizer.encode(text, add_special_tokens=False)
 

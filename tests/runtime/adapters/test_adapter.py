@@ -185,6 +185,8 @@ def test_tensors_that_are_not_served(tmp_path: Path, change: Callable[[dict[str,
 def test_folders_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match=r"no folder; expected one with adapter_config\.json"):
         Adapter.read(tmp_path / "none")
+    with pytest.raises(AdapterError, match="no folder"):
+        Adapter.read(tmp_path / ("x" * 1000))
     with pytest.raises(AdapterError, match=r"adapter_config\.json: No such file"):
         Adapter.read(tmp_path)
     write_adapter(tmp_path)

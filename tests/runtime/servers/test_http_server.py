@@ -138,6 +138,7 @@ def test_wrong_requests_name_the_field(address: str, body: Any, param: str | Non
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
     ({"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, "tools[0].type"),
+    ({"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"bos_token": "\ud800"}}, "messages"),
     ({"messages": [{"role": "user", "content": "a"}], "top_logprobs": 1}, "top_logprobs"),
     ({"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "max_completion_tokens": 1}, "max_tokens"),
