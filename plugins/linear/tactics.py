@@ -211,6 +211,7 @@ def _few_tokens(p: Problem, device: Device) -> list[Tile]:
     # sums are scaled in every step, both are waited for.
     one_product = bool(p.gated) and (p.norm_eps is not None or p.quantizes) and 100 <= device.capability < 120 \
         and not defers(p.format, p.activation)
+    warps = 8 if one_product and p.weights.is_int4 else 4  # to widen twice as many weights takes their registers
     tiles = []
     for features, step in product(feature_steps, _channel_steps(p)):
         blocks = -(-p.n // features) * row_tiles(p, tokens)
@@ -219,7 +220,7 @@ def _few_tokens(p: Problem, device: Device) -> list[Tile]:
             even = -(-p.k // step) % splits == 0
             if splits == 1 or (enough and even and p.k >= splits * step * 2):
                 stages = _stages(p, device, features, tokens, step, 5)
-                tiles.append(Tile(features, tokens, step, splits, 4, stages, one_product=one_product))
+                tiles.append(Tile(features, tokens, step, splits, warps, stages, one_product=one_product))
     return tiles
 
 

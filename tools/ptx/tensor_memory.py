@@ -4,7 +4,8 @@ An address is lane << 16 | column. A warp reaches the 32 lanes that begin at 32 
 writes is there at its wait, or at any time before. What it reads is in its registers at once: the ISA says at the wait,
 but Triton's code uses it before, and the assembler makes each use wait for its registers (seen in disassembled code).
 Where columns are allocated is chosen by the seed, and what they hold at first is no number. Of the shapes
-of tcgen05.ld and .st, 32x32b and 16x32bx2 are supported, whose 16 upper lanes reach other columns of the same rows.
+of tcgen05.ld and .st, 32x32b, 16x32bx2, whose 16 upper lanes reach other columns of the same rows, and 16x256b, which
+has the sums of mma.sync as registers hold them, are supported.
 Source: PTX ISA, "Tensor memory", "Tensor memory allocation and management instructions", "tcgen05.ld", "tcgen05.st".
 """
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .warp import LANES, Block, Warps
 NUM_LANES, NUM_COLUMNS = 128, 512
 _KEY = "tensor memory"
 _LEAST_COLUMNS = 32
-_SHAPES = ("32x32b", "16x32bx2")
+_SHAPES = ("32x32b", "16x32bx2", "16x256b")
 
 
 @dataclass
@@ -77,6 +78,8 @@ def places(address: int, registers: int, shape: str, split: int) -> tuple[np.nda
     thread, register = np.arange(LANES)[None, :], np.arange(registers)[:, None]
     if shape == "32x32b":
         return lane + thread + 0 * register, column + register + 0 * thread
+    if shape == "16x256b":
+        return lane + thread // 4 + register // 2 % 2 * 8, column + thread % 4 * 2 + register % 2 + register // 4 * 8
     return lane + thread % 16 + 0 * register, column + register + split * (thread // 16)
 
 
@@ -161,7 +164,7 @@ def _form(op: Instruction) -> tuple[str, int]:
     if op.has("pack::16b") or op.has("unpack::16b") or op.has("red"):
         raise PtxError(f"{op.opcode}: only words as they are are supported")
     shape = op.part(*_SHAPES)
-    if shape == "32x32b":
+    if shape != "16x32bx2":
         return shape, 0
     split = next((item for item in op.operands if isinstance(item, Immediate)), None)
     if split is None:

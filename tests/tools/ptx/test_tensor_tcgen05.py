@@ -138,6 +138,8 @@ def test_which_lanes_and_columns_a_warp_reaches() -> None:
     lanes, columns = places(64 << 16 | 8, 4, "16x32bx2", 32)
     assert (lanes[2, 15], columns[2, 15]) == (79, 10)
     assert (lanes[2, 16], columns[2, 16]) == (64, 42)
+    lanes, columns = places(64 << 16 | 8, 8, "16x256b", 0)
+    assert [(lanes[r, 31], columns[r, 31]) for r in (0, 1, 2, 7)] == [(71, 14), (71, 15), (79, 14), (79, 23)]
 
 
 def test_allocation() -> None:
