@@ -12,9 +12,12 @@ from ingot.compiler.build import BuildRequest, build
 from ingot.compiler.cpu.isa import ISAS, host_isas
 from ingot.compiler.precision import PRECISIONS
 from ingot.plugins.cpu.ceilings import CHAINS
+from ingot.runtime import amx
+from ingot.runtime.devices import native_code
 from ingot.runtime.devices.cpu import CpuProgram
 from ingot.runtime.engine import Engine
 from ingot.runtime.engine_file import EngineFile
+from ingot.runtime.errors import WorkFailed
 from ingot.runtime.program import EngineMismatch, step_logits
 from ingot.runtime.sampling import SamplingParams
 from tests.plugins.native import AMX_ISA, PAIR_ISA, needs_pairs
@@ -110,8 +113,9 @@ def test_tile_encodings() -> None:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_code_for_amx(speaking_checkpoint: Path, precision: str, tmp_path: Path) -> None:
-    """Cross-compiled here, for steps of up to 32 tokens."""
+def test_code_for_amx(speaking_checkpoint: Path, precision: str, tmp_path: Path,
+                      monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cross-compiled here, for steps of up to 32 tokens. Before it is loaded, the system is asked for tiles."""
     path = engine_of(speaking_checkpoint, precision, AMX_ISA, tmp_path)
     with EngineFile.open(path) as file:
         assert {"amx_tile", "amx_int8", "amx_bf16"} <= set(file.manifest["target"]["features"])
@@ -122,6 +126,14 @@ def test_code_for_amx(speaking_checkpoint: Path, precision: str, tmp_path: Path)
     if AMX_ISA not in {isa.name for isa in host_isas()}:
         with EngineFile.open(path) as file, pytest.raises(EngineMismatch, match=r"lacks .*amx_tile.*\n.*--target cpu "):
             CpuProgram(file, 64)
+
+    def refuse(what: str) -> None:
+        raise WorkFailed(f"{what}: refused")
+
+    monkeypatch.setattr(native_code, "cpu_features", lambda: ISAS[AMX_ISA].required)
+    monkeypatch.setattr(amx, "request_tiles", refuse)
+    with EngineFile.open(path) as file, pytest.raises(WorkFailed, match=r"\.engine: refused"):
+        CpuProgram(file, 64)
 
 
 def engine_of(checkpoint: Path, precision: str, isa: str, folder: Path) -> Path:
