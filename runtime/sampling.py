@@ -17,6 +17,7 @@ MAX_ANSWERS = 128
 MAX_LOGIT_BIASES = 1024
 MAX_BAD_WORDS = 1024
 MAX_STOPS = 1024
+MAX_CHOICES = 1999  # as many as llguidance follows side by side
 MAX_TEXT_LENGTH = 1000  # of a stop string or a bad word, in characters
 GUIDE_KINDS = ("json_schema", "json_object", "regex", "grammar", "choice")
 
@@ -50,6 +51,8 @@ class Guide:
         if self.kind == "choice":
             _require("guide", self.choices, bool(self.choices) and all(map(_is_text, self.choices)),
                      "one or more texts to choose from, none of them empty")
+            if len(self.choices) > MAX_CHOICES:
+                raise SamplingError("guide", f"guide has {len(self.choices)} choices; expected at most {MAX_CHOICES}")
         elif self.kind != "json_object":
             _require("guide", self.text, _is_text(self.text), f"the text of a {self.kind}")
 
