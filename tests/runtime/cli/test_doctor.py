@@ -32,7 +32,7 @@ def test_gpus_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_tile_registers_that_the_system_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(what: str) -> None:
-        raise WorkFailed(f"{what} needs the tile registers of AMX, which the system refuses: a reason.\n  Build for less")
+        raise WorkFailed(f"{what} needs tile registers, which are refused: a reason.\n  Build for less")
 
     monkeypatch.setattr(doctor, "cpu_features", lambda: frozenset({"avx2", "fma", "amx_tile", "amx_int8", "amx_bf16"}))
     monkeypatch.setattr(amx, "request_tiles", refuse)
