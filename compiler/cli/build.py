@@ -33,37 +33,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recipe", type=Path, nargs="+", metavar="FILE", help="build all that these recipes ask for")
     parser.add_argument("--target", help="what to build for; cpu is this machine (see: ingot targets); with --recipe: "
                         "only those of its targets that match, such as 'cpu*'")
-    parser.add_argument("--precision", help="such as w4a8 (ingot targets lists them); with --recipe: only those")
-    parser.add_argument("--layer", dest="layers", action="append", type=layer, metavar="PATTERN=PRECISION",
-                        help="another precision for layers of these names, such as 'model.layers.0.*=int8'; the most "
-                        "exact pattern decides")
-    parser.add_argument("--group-size", type=int, metavar="N", help="input channels that share a scale in four-bit "
-                        "integers on GPUs: 32, 64 or 128 (default: 128, or what the checkpoint is quantized in)")
-    parser.add_argument("--group-minimums", action=argparse.BooleanOptionalAction,
-                        help="whether each of these groups has a minimum too (default: it has)")
+    _add_precision_arguments(parser)
     parser.add_argument("-o", "--output", type=Path, metavar="FILE",
                         help="engine file (default: named for what it is); with --recipe: the folder for all")
-    parser.add_argument("--max-batch-size", type=int, metavar="N", help="sequences in a step")
-    parser.add_argument("--max-num-tokens", type=int, metavar="N", help="tokens in a step")
-    parser.add_argument("--max-seq-len", type=int, metavar="N", help="tokens of a sequence, prompt and answer together")
-    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N",
-                        help="GPUs that the engine is divided among (default: 1)")
-    parser.add_argument("--lora-max-rank", type=int, metavar="R",
-                        help="make room for LoRA adapters of up to this rank, which servers load while they run")
-    parser.add_argument("--lora-max-adapters", type=int, metavar="N", help="how many of them at once (default: 4)")
-    parser.add_argument("--lora-modules", nargs="+", metavar="NAME",
-                        help="linear layers that they may change, such as q_proj v_proj (default: all but the head, "
-                        "routers and experts)")
+    _add_room_arguments(parser)
     parser.add_argument("--kv-precision", metavar="P", help="of the KV cache (default: the precision's own)")
     parser.add_argument("--compiler", choices=("zig", "cc"), default="zig",
                         help="C compiler: the pinned zig (default), or this machine's cc")
-    parser.add_argument("--no-calibration", dest="calibrate", action="store_false",
-                        help="round weights of 4 bits to nearest, without running the model on a text")
-    parser.add_argument("--calibration", type=Path, metavar="FILE",
-                        help='text that the model is run on, or JSONL with a "text" in each line (default: one that '
-                        "ships with the compiler)")
-    parser.add_argument("--quantization-method", choices=sorted(METHODS), default="best",
-                        help="how weights of 4 bits are rounded (default: what errs least, layer by layer)")
+    _add_calibration_arguments(parser)
     parser.add_argument("--tuning-records", type=Path, metavar="FILE",
                         help="what ingot tune has measured on such a machine: which kernels are the fastest")
     parser.add_argument("--dump", type=Path, metavar="DIR", help="write the graph after each pass there")
@@ -75,6 +52,53 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "--strip-weights: its weights there alone")
     parser.add_argument("--self-test", action="store_true",
                         help="run the engine and record in it what it answers: servers ask again before it takes over")
+    _add_quality_arguments(parser)
+    parser.add_argument("--no-cache", dest="cache", action="store_false",
+                        help="make everything anew and keep nothing for later builds")
+    parser.add_argument("--jobs", type=int, metavar="N", help="with --recipe: builds at a time (default: as many as "
+                        "cores and memory allow)")
+    parser.add_argument("--dry-run", action="store_true", help="plan only: no code, no weights, no file; a recipe that "
+                        "holds a configuration needs no checkpoint for it")
+    parser.add_argument("--force", action="store_true", help="replace the engine file if there is one")
+
+
+def _add_precision_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--precision", help="such as w4a8 (ingot targets lists them); with --recipe: only those")
+    parser.add_argument("--layer", dest="layers", action="append", type=layer, metavar="PATTERN=PRECISION",
+                        help="another precision for layers of these names, such as 'model.layers.0.*=int8'; the most "
+                        "exact pattern decides")
+    parser.add_argument("--group-size", type=int, metavar="N", help="input channels that share a scale in four-bit "
+                        "integers on GPUs: 32, 64 or 128 (default: 128, or what the checkpoint is quantized in)")
+    parser.add_argument("--group-minimums", action=argparse.BooleanOptionalAction,
+                        help="whether each of these groups has a minimum too (default: it has)")
+
+
+def _add_room_arguments(parser: argparse.ArgumentParser) -> None:
+    """What a step and a sequence may hold, and adapters."""
+    parser.add_argument("--max-batch-size", type=int, metavar="N", help="sequences in a step")
+    parser.add_argument("--max-num-tokens", type=int, metavar="N", help="tokens in a step")
+    parser.add_argument("--max-seq-len", type=int, metavar="N", help="tokens of a sequence, prompt and answer together")
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N",
+                        help="GPUs that the engine is divided among (default: 1)")
+    parser.add_argument("--lora-max-rank", type=int, metavar="R",
+                        help="make room for LoRA adapters of up to this rank, which servers load while they run")
+    parser.add_argument("--lora-max-adapters", type=int, metavar="N", help="how many of them at once (default: 4)")
+    parser.add_argument("--lora-modules", nargs="+", metavar="NAME",
+                        help="linear layers that they may change, such as q_proj v_proj (default: all but the head, "
+                        "routers and experts)")
+
+
+def _add_calibration_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--no-calibration", dest="calibrate", action="store_false",
+                        help="round weights of 4 bits to nearest, without running the model on a text")
+    parser.add_argument("--calibration", type=Path, metavar="FILE",
+                        help='text that the model is run on, or JSONL with a "text" in each line (default: one that '
+                        "ships with the compiler)")
+    parser.add_argument("--quantization-method", choices=sorted(METHODS), default="best",
+                        help="how weights of 4 bits are rounded (default: what errs least, layer by layer)")
+
+
+def _add_quality_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--measure-quality", action="store_true",
                         help="run the engine over a held-out text; record perplexity, agreement and the worst layers")
     parser.add_argument("--max-perplexity-increase", type=share, metavar="SHARE",
@@ -86,13 +110,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-kl-divergence", type=float, metavar="NATS",
                         help="measure, and fail without an engine if its predictions diverge further from the "
                         "checkpoint's, such as 0.005: steadier than perplexity over a short text")
-    parser.add_argument("--no-cache", dest="cache", action="store_false",
-                        help="make everything anew and keep nothing for later builds")
-    parser.add_argument("--jobs", type=int, metavar="N", help="with --recipe: builds at a time (default: as many as "
-                        "cores and memory allow)")
-    parser.add_argument("--dry-run", action="store_true", help="plan only: no code, no weights, no file; a recipe that "
-                        "holds a configuration needs no checkpoint for it")
-    parser.add_argument("--force", action="store_true", help="replace the engine file if there is one")
 
 
 def share(text: str) -> float:

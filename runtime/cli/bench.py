@@ -34,10 +34,20 @@ _MAX_DRY_SESSIONS = 10_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from ..bench.workload import DISTRIBUTIONS, PRESETS
-
     add_engine_argument(parser, nargs="?")
     parser.add_argument("--url", help="a server instead: grpc://HOST:PORT, http://HOST:PORT, grpcs:// or https://")
+    _add_server_arguments(parser)
+    _add_workload_arguments(parser)
+    _add_load_arguments(parser)
+    _add_profile_arguments(parser)
+    out = parser.add_argument_group("the report")
+    out.add_argument("--output", metavar="FILE", help="the report as JSON, with every request")
+    out.add_argument("--plot", metavar="FILE.png", help="a picture of it")
+    out.add_argument("--dry-run", action="store_true", help="only tell what would be sent")
+    add_engine_arguments(parser)
+
+
+def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
     server = parser.add_argument_group("the server")
     server.add_argument("--model", metavar="NAME", help="by HTTP; default: the first that it has")
     server.add_argument("--lora", action="append", default=[], metavar="NAME",
@@ -46,6 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--tls-ca", metavar="FILE", help="certificates to trust, PEM")
     server.add_argument("--metrics-url", metavar="URL", help="with grpc://: where its metrics are, if not over gRPC")
     server.add_argument("--vocab-size", type=int, metavar="N", help="where the server does not tell it")
+
+
+def _add_workload_arguments(parser: argparse.ArgumentParser) -> None:
+    from ..bench.workload import DISTRIBUTIONS, PRESETS
 
     work = parser.add_argument_group("the workload")
     work.add_argument("--workload", choices=list(PRESETS), default="fixed",
@@ -66,6 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     work.add_argument("--token-seed", type=int, metavar="N",
                       help="of the prompts' tokens (default: new ones each time, that no cache holds)")
 
+
+def _add_load_arguments(parser: argparse.ArgumentParser) -> None:
     load = parser.add_argument_group("the load")
     shape = load.add_mutually_exclusive_group()
     shape.add_argument("--request-rate", type=float, metavar="X",
@@ -78,6 +94,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--warmup", type=int, default=4, metavar="N",
                       help="requests before the measured ones (default 4)")
 
+
+def _add_profile_arguments(parser: argparse.ArgumentParser) -> None:
     profile = parser.add_argument_group("a profile instead of a load")
     profile.add_argument("--profile", action="store_true",
                          help="where the time of a step goes, and how near it is to what this machine can do: "
@@ -86,12 +104,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                          help="tokens of each sequence then (default 512)")
     profile.add_argument("--by", default="operator,part", metavar="KINDS",
                          help="what is summed up: some of operator, part, kernel (default: operator,part)")
-
-    out = parser.add_argument_group("the report")
-    out.add_argument("--output", metavar="FILE", help="the report as JSON, with every request")
-    out.add_argument("--plot", metavar="FILE.png", help="a picture of it")
-    out.add_argument("--dry-run", action="store_true", help="only tell what would be sent")
-    add_engine_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
