@@ -3,9 +3,11 @@ which they exchange values need (gpu_collective.py)."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import permutations
+from threading import Lock
 
 import numpy as np
 
@@ -13,6 +15,11 @@ from ..errors import RequestError
 from .cuda_driver import CudaError, Driver, GpuInfo, reaches
 from .cuda_memory import Bytes, CudaContext
 from .gpu_collective import GIVEN_UP, peer_table
+
+_enabled: Counter[tuple[int, int, int]] = Counter()
+"""How many engines of this process use the access of one GPU to another: a server loads the next one beside the first.
+"""
+_lock = Lock()
 
 
 class NoPeerAccess(RequestError):
@@ -88,19 +95,31 @@ class CudaGroup:
                 context.enter()
                 context.synchronize()
         while self._enabled:
-            one, other = self._enabled.pop()
-            with suppress(CudaError):
-                one.enter()
-                self._driver.call("cuCtxDisablePeerAccess", other.handle)
+            self._disable(*self._enabled.pop())
         for context in reversed(self.contexts):
             context.close()
 
     def _enable(self, one: CudaContext, other: CudaContext) -> None:
+        key = self._key(one, other)
         one.enter()
-        try:
-            self._driver.call("cuCtxEnablePeerAccess", other.handle, 0)
-        except CudaError as error:
-            if error.name != "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED":  # by others of the process, who keep it
-                raise
-        else:
+        with _lock:
+            if not _enabled[key]:
+                try:
+                    self._driver.call("cuCtxEnablePeerAccess", other.handle, 0)
+                except CudaError as error:
+                    if error.name != "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED":  # by others of the process, who keep it
+                        raise
+                    return
+            _enabled[key] += 1
             self._enabled.append((one, other))
+
+    def _disable(self, one: CudaContext, other: CudaContext) -> None:
+        key = self._key(one, other)
+        with _lock, suppress(CudaError):
+            _enabled[key] -= 1
+            if not _enabled[key]:
+                one.enter()
+                self._driver.call("cuCtxDisablePeerAccess", other.handle)
+
+    def _key(self, one: CudaContext, other: CudaContext) -> tuple[int, int, int]:
+        return id(self._driver.api), one.gpu.ordinal, other.gpu.ordinal

@@ -98,6 +98,17 @@ def test_peers_that_others_have_enabled_stay(fake_driver: Fake, pair: Path) -> N
         assert fake.peers == {(0, 1)}
 
 
+def test_an_engine_beside_another_keeps_its_peers(fake_driver: Fake, pair: Path) -> None:
+    """As in a swap: the first one is closed while the second one runs."""
+    with EngineFile.open(pair) as one, EngineFile.open(pair) as other:
+        fake = fake_driver(one, num_gpus=2)
+        first, second = (CudaProgram(engine, 256, driver=Driver(fake)) for engine in (one, other))
+        first.close()
+        close_to(step_logits(second, fill(second, 0, TOKENS[:2])), mock.reference_logits(TOKENS[:2]))
+        second.close()
+        fake.assert_nothing_held()
+
+
 def test_traces_and_profiles(load_pair: Load) -> None:
     program, _ = load_pair()
     values = program.trace(fill(program, 0, TOKENS[:3]), {"h"})
