@@ -62,11 +62,15 @@ async def begin(context: ServerContext, engine: ServedEngine, call: Call, reques
         raise InvalidField(names.get(field, field), str(error)) from None
 
 
-def raise_if_failed(output: RequestOutput) -> None:
-    """For the last output of an answer: raises DeadlinePassed, or why it failed."""
+def raise_if_failed(output: RequestOutput, names: FieldNames) -> None:
+    """For the last output of an answer: raises DeadlinePassed, or why it failed: InvalidField, if that is the client's
+    fault."""
     if output.finish_reason == "timeout":
         raise DeadlinePassed(f"the deadline of {output.request_id} passed after {output.num_output_tokens} tokens")
     if output.finish_reason == "error":
+        field = getattr(output.error, "field", None)
+        if field is not None:
+            raise InvalidField(names.get(field, field), str(output.error))
         raise output.error or RequestFailed(f"request {output.request_id} failed")
 
 

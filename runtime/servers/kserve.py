@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import IngotError
 from ..executor.request import RequestOutput
-from .generation import begin, encode, engine_for, raise_if_failed
+from .generation import FieldNames, begin, encode, engine_for, raise_if_failed
 from .grpc_errors import InvalidField, NotFound, details
 from .kserve_request import INPUTS, OUTPUTS, InferRequest, parse_infer
 from .kserve_tensors import add_output
@@ -107,7 +107,7 @@ class GRPCInferenceService:
             if infer.stream:
                 raise InvalidField(infer.names["stream"], "an answer in pieces needs ModelStreamInfer")
             stream = await self._begin(infer, engine, call)
-            answer = _Answer()
+            answer = _Answer(infer.names)
             try:
                 async for output in stream:
                     answer.add(output)
@@ -133,7 +133,7 @@ class GRPCInferenceService:
             try:
                 infer = self._parse(request, engine)
                 stream = await self._begin(infer, engine, call)
-                answer = _Answer()
+                answer = _Answer(infer.names)
                 try:
                     async for output in stream:
                         answer.add(output)
@@ -192,8 +192,9 @@ class GRPCInferenceService:
 
 @dataclass
 class _Answer:
-    """What has come of one answer since the last response."""
+    """What has come of one answer since the last response. names: where its request has what it asks for."""
 
+    names: FieldNames
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -205,7 +206,7 @@ class _Answer:
     def add(self, output: RequestOutput) -> None:
         """Raises what the answer failed by."""
         if output.finish_reason is not None:
-            raise_if_failed(output)
+            raise_if_failed(output, self.names)
             self.finish_reason = output.finish_reason
         self.text.append(output.text)
         self.token_ids += output.token_ids

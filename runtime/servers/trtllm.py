@@ -85,7 +85,7 @@ class TrtllmService:
         keeps_stop, streams, request_id = request.include_stop_token_in_output, request.streaming, stream.request_id
         async for output in stream:
             if output.finish_reason is not None:
-                raise_if_failed(output)
+                raise_if_failed(output, NAMES)
                 if not keeps_stop:
                     _drop_stop_token(output)
             answer = answers[output.index]

@@ -14,7 +14,7 @@ from smg_grpc_proto.generated import common_pb2
 
 from ..sampling import Guide, SamplingParams
 from ..tokenizer import read_config
-from .generation import begin, encode, engine_for, raise_if_failed, sampling_params, tell_engine, token_ids
+from .generation import FieldNames, begin, encode, engine_for, raise_if_failed, sampling_params, tell_engine, token_ids
 from .grpc_errors import InvalidField, Unsupported
 from .kv_events import KvEventRelay, serve_kv_events
 from .loads import Throughput
@@ -65,7 +65,7 @@ class VllmEngine:
                                  wants_text=False)
             try:
                 await tell_engine(call, engine)
-                await self._answer(request, prompt, stream, call)
+                await self._answer(request, prompt, stream, call, names)
             finally:
                 await stream.aclose()
 
@@ -81,14 +81,14 @@ class VllmEngine:
             prompt = prompt[-kept:]
         return token_ids(prompt, longest)
 
-    async def _answer(self, request: pb.GenerateRequest, prompt: Sequence[int], stream: OutputStream,
-                      call: Call) -> None:
+    async def _answer(self, request: pb.GenerateRequest, prompt: Sequence[int], stream: OutputStream, call: Call,
+                      names: FieldNames) -> None:
         """A chunk an output if streaming; then each answer as a whole, when it ends."""
         answers = [pb.GenerateComplete(index=index) for index in range(max(1, request.sampling_params.n))]
         prompt_logprobs = None
         async for output in stream:
             if output.finish_reason is not None:
-                raise_if_failed(output)
+                raise_if_failed(output, names)
             answer = answers[output.index]
             answer.output_ids.extend(output.token_ids)
             logprobs = _output_logprobs(output.logprobs)

@@ -10,6 +10,8 @@ from typing import Any
 import grpc
 import pytest
 
+from ingot.runtime.executor.request import RequestOutput
+from ingot.runtime.sampling import SamplingError
 from ingot.runtime.servers.proto import kserve_v2_pb2 as pb
 from ingot.runtime.servers.proto import kserve_v2_pb2_grpc as rpc
 from tests.runtime.mock_engine import VOCAB_SIZE
@@ -316,6 +318,17 @@ def test_guided_decoding(stub: Any) -> None:
                          ((("guided_decoding_guide_type", "BYTES", [b"xml"]),), "guided_decoding_guide_type")):
         code, details = refused(lambda given=given: [stub.ModelInfer(ask(IDS, *given))])  # type: ignore[misc]
         assert code == grpc.StatusCode.INVALID_ARGUMENT and f"({field}): " in details, details
+
+
+def test_a_guide_that_leaves_nothing_is_the_clients_fault(tmp_path: Path) -> None:
+    runner = ScriptedRunner()
+    runner.script = lambda request: [RequestOutput(request.request_id, 0, [], "", 3, 0, 0, finish_reason="error",
+                                                   error=SamplingError("guide", "no token can follow token 2"))]
+    with scripted(tmp_path, runner) as address, grpc.insecure_channel(address) as channel:
+        request = ask(IDS, ("guided_decoding_guide_type", "BYTES", [b"regex"]),
+                      ("guided_decoding_guide", "BYTES", [b"a"]))
+        (response,) = rpc.GRPCInferenceServiceStub(channel).ModelStreamInfer(iter([request]))
+    assert response.error_message.endswith("(guided_decoding_guide): no token can follow token 2")
 
 
 def test_cache_salt_and_other_settings_are_taken(stub: Any) -> None:

@@ -16,6 +16,8 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2_grpc as rpc
 from smg_grpc_proto.generated import common_pb2
 
+from ingot.runtime.executor.request import RequestOutput
+from ingot.runtime.sampling import SamplingError
 from ingot.runtime.servers.loads import Throughput
 from tests.runtime.mock_engine import EOS, TEMPLATE, VOCAB_SIZE, tokenizer_json
 from tests.runtime.servers.grpc_replica import BLOCK_SIZE, LIMITS, MODEL, Replica, replica, tokenizer
@@ -172,6 +174,17 @@ def test_a_constraint_that_is_none_is_refused(stub: Any) -> None:
     code, details = refused(lambda: stub.Generate(ask(regex="(")))
     assert code == grpc.StatusCode.INVALID_ARGUMENT and details.startswith("sampling_params.regex: "), details
     assert len(list(stub.Generate(ask(json_object=False)))) == 1
+
+
+def test_a_constraint_that_leaves_nothing_is_the_clients_fault(tmp_path: Path) -> None:
+    """Which is known when the answer is under way."""
+    runner = ScriptedRunner()
+    runner.script = lambda request: [RequestOutput(request.request_id, 0, [], "", 3, 0, 0, finish_reason="error",
+                                                   error=SamplingError("guide", "no token can follow token 2"))]
+    with scripted(tmp_path, runner) as address, grpc.insecure_channel(address) as channel:
+        code, details = refused(lambda: rpc.VllmEngineStub(channel).Generate(ask(regex="a", min_tokens=5)))
+    assert code == grpc.StatusCode.INVALID_ARGUMENT
+    assert details == "sampling_params.regex: no token can follow token 2"
 
 
 def test_abort(tmp_path: Path) -> None:
