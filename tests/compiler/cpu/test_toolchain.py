@@ -4,7 +4,9 @@ from __future__ import annotations
 import ctypes
 import platform
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,15 +67,20 @@ def test_intrinsics_are_read_once_and_give_the_same_bytes(tmp_path: Path, monkey
     exported = '__attribute__((visibility("default"))) ' + function
     sources = {"a.c": f"#include <{header}>\n" + exported.replace("NAME", "f"),
                "b.c": '#define _GNU_SOURCE\n#include "simd.h"\n' + exported.replace("NAME", "g"), "c.c": HELPER}
-    made, run = [], toolchain._run
-    words: list[list[str]] = []
-    monkeypatch.setattr(toolchain, "_run", lambda *given: words.append(list(given[0])) or run(*given))
-    for precompiled in (toolchain._precompiled, lambda *given: {}):
-        monkeypatch.setattr(toolchain, "_precompiled", precompiled)
+    run, is_used, made = toolchain._run, list[bool](), list[bytes]()
+
+    def noted(words: Sequence[str], *given: Any) -> None:
+        is_used.append("-include-pch" in words)
+        run(words, *given)
+
+    monkeypatch.setattr(toolchain, "_run", noted)
+    for turn in range(2):
+        if turn:
+            monkeypatch.setattr(toolchain, "_precompiled", lambda *given: {})
         compile_shared(sources, ISAS[isa], [tmp_path], tmp_path / "x.so")
         made.append((tmp_path / "x.so").read_bytes())
     assert made[0] == made[1]
-    assert ["-include-pch" in each for each in words] == [False, True, True, False, False] + [False] * 4
+    assert is_used == [False, True, True, False, False, *[False] * 4]
 
 
 def test_error_shows_what_the_compiler_said(tmp_path: Path) -> None:
