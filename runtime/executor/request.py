@@ -14,6 +14,7 @@ from ..kv.sequence import DEFAULT_PRIORITY, RetentionRange
 if TYPE_CHECKING:
     from ..sampling import SamplingParams
 
+MAX_SALT_LENGTH = 1024
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 
 
@@ -33,6 +34,12 @@ class DeadlineError(RequestError):
     """A deadline that is no time to come."""
 
     field = "deadline_s"
+
+
+class SaltError(RequestError):
+    """A cache salt that is too long: it stays as long as anything is cached under it."""
+
+    field = "cache_salt"
 
 
 class QueueFull(WorkFailed):
@@ -80,9 +87,11 @@ class Request:
     arrival: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        """Raises DeadlineError."""
+        """Raises DeadlineError, SaltError."""
         if self.deadline_s is not None and not 0 <= self.deadline_s < math.inf:
             raise DeadlineError(f"deadline_s is {self.deadline_s!r}; expected seconds, 0 or more")
+        if isinstance(self.cache_salt, str) and len(self.cache_salt) > MAX_SALT_LENGTH:
+            raise SaltError(f"cache_salt has {len(self.cache_salt)} characters; expected at most {MAX_SALT_LENGTH}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,9 +143,9 @@ class OpenAiApi:
 
     async def _start(self, engine: ServedEngine, call: Call, request_id: str, prompt: list[int],
                      number: int | None) -> OutputStream:
-        request = Request(request_id, prompt, call.params, call.priority, call.timeout_s, call.cache_salt,
-                          lora=call.lora)
         try:
+            request = Request(request_id, prompt, call.params, call.priority, call.timeout_s, call.cache_salt,
+                              lora=call.lora)
             await engine.engine.prepare(call.params)
             return self._context.generate(engine, request)
         except IngotError as error:

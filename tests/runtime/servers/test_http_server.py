@@ -117,6 +117,7 @@ def test_models(address: str) -> None:
     ({"prompt": "a", "timeout_s": 0}, "timeout_s", "invalid_value"),
     (b'{"prompt": "a", "timeout_s": 1e999}', "timeout_s", "invalid_value"),
     ({"prompt": ["a"] * 65}, "prompt", "invalid_value"),
+    ({"prompt": "a", "cache_salt": "s" * 1025}, "cache_salt", "invalid_value"),
     ({"prompt": "a", "response_format": {"type": "xml"}}, "response_format.type", "invalid_value"),
     ({"prompt": "a", "structured_outputs": {"regex": ""}}, "structured_outputs", "invalid_value"),
     ({"prompt": "a", "structured_outputs": {}}, "structured_outputs", "invalid_value"),

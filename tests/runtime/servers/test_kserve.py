@@ -226,6 +226,7 @@ def raw(datatype: str, data: bytes, name: str = "input_ids", shape: list[int] | 
 
 
 BAD += [
+    ("inputs[1] (cache_salt): cache_salt has 1025 characters", ask(IDS, ("cache_salt", "BYTES", [b"s" * 1025]))),
     ("raw_input_contents[0]: has 7 bytes", raw("INT64", b"1234567")),
     ("raw_input_contents[0]: element 0: expected a length", raw("BYTES", b"12", "text_input")),
     ("raw_input_contents[0]: element 1 has a length of 9 bytes; 1 are left",
