@@ -158,11 +158,13 @@ class CudaProgram:
             yield
         except BaseException:
             self._group.give_up()
+            self._group.end_step()
             raise
 
     def launch(self, inputs: StepInputs) -> None:
         index = self._prepare(inputs)
         host = self._host_addresses[self.inputs.index(inputs)]
+        self._group.begin_step()
         with self._together():
             self._send(inputs)
             for rank in self._ranks:
@@ -184,6 +186,7 @@ class CudaProgram:
                     sleep(left)
                     pending = self._is_pending()
             self._watch()
+        self._group.end_step()
         took = perf_counter() - self._launched_at
         # How long it took is known only if it ended while it was watched; else it was shorter.
         self._expected_s[index] = took if pending else min(took, self._expected_s[index])
@@ -240,18 +243,21 @@ class CudaProgram:
         others, with that."""
         index = self._prepare(inputs)
         graphs = [rank.timed(index) for rank in self._ranks]
+        self._group.begin_step()
         with self._together():
             self._send(inputs)
             for rank, graph in zip(self._ranks, graphs, strict=True):
                 rank.context.enter()
                 graph.launch()
             self._rest()
+        self._group.end_step()
         self._ranks[0].context.enter()
         return graphs[0].durations()
 
     def trace(self, inputs: StepInputs, values: Collection[str]) -> dict[str, np.ndarray]:
         index = self._prepare(inputs)
         first, found = self._ranks[0], {}
+        self._group.begin_step()
         with self._together():
             self._send(inputs)
             for number, launch in enumerate(first.buckets[index].launches):
@@ -266,6 +272,7 @@ class CudaProgram:
                         first.context.enter()
                         found[name] = decode(first.context.read(address, value_bytes(shape, dtype)), shape, dtype)
             self._rest()
+        self._group.end_step()
         return found
 
     def _prepare(self, inputs: StepInputs) -> int:

@@ -20,6 +20,9 @@ _enabled: Counter[tuple[int, int, int]] = Counter()
 """How many engines of this process use the access of one GPU to another: a server loads the next one beside the first.
 """
 _lock = Lock()
+_turn = Lock()
+"""Of engines on several GPUs: held by the one whose step runs. Blocks of two would wait for each other's room, those of
+one on this GPU, those of the other on that."""
 
 
 class NoPeerAccess(RequestError):
@@ -49,6 +52,7 @@ class CudaGroup:
         self._signals: list[int] = []
         self._rescue: list[object] = []
         """A stream on each GPU, beside the one whose kernels may wait for a signal that does not come."""
+        self._has_turn = False
         try:
             for gpu in gpus:
                 self.contexts.append(CudaContext(driver, gpu))
@@ -79,6 +83,18 @@ class CudaGroup:
             context.write(tables[-1], table)
         return tables
 
+    def begin_step(self) -> None:
+        """Waits until no other engine of this process runs a step on several GPUs, if this is one that does."""
+        if len(self.contexts) > 1:
+            _turn.acquire()
+            self._has_turn = True
+
+    def end_step(self) -> None:
+        """Lets others begin; nothing if no step has begun."""
+        if self._has_turn:
+            self._has_turn = False
+            _turn.release()
+
     def give_up(self) -> None:
         """Lets kernels go on that wait for a rank: what they compute then is nothing. For when one GPU has failed."""
         for context, address, stream in zip(self.contexts, self._signals, self._rescue, strict=False):  # one has none
@@ -94,6 +110,7 @@ class CudaGroup:
             with suppress(CudaError):
                 context.enter()
                 context.synchronize()
+        self.end_step()
         while self._enabled:
             self._disable(*self._enabled.pop())
         for context in reversed(self.contexts):

@@ -1,6 +1,7 @@
 """An engine that is divided among GPUs, on a fake driver with several: the kernels themselves exchange values there."""
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,6 +108,37 @@ def test_an_engine_beside_another_keeps_its_peers(fake_driver: Fake, pair: Path)
         close_to(step_logits(second, fill(second, 0, TOKENS[:2])), mock.reference_logits(TOKENS[:2]))
         second.close()
         fake.assert_nothing_held()
+
+
+def test_steps_of_two_engines_do_not_overlap(load_pair: Load) -> None:
+    """Their blocks would wait for each other's room. A step that ends, fails, or is never waited for lets others on."""
+    first, _ = load_pair()
+    second, fake = load_pair()
+    begun = threading.Event()
+
+    def step() -> None:
+        second.launch(fill(second, 0, TOKENS[:2]))
+        begun.set()
+        second.wait()
+
+    def run(meanwhile: Callable[[], object]) -> None:
+        begun.clear()
+        thread = threading.Thread(target=step)
+        thread.start()
+        assert not begun.wait(0.1)
+        meanwhile()
+        thread.join()
+        assert begun.is_set()
+
+    first.launch(fill(first, 0, TOKENS))
+    run(first.wait)
+    first.launch(fill(first, 1, TOKENS))
+    run(first.close)
+    fake.fail("cuGraphLaunch", 2, "CUDA_ERROR_LAUNCH_FAILED")
+    with pytest.raises(CudaError):
+        second.launch(fill(second, 1, TOKENS[:2]))
+    third, _ = load_pair()
+    close_to(step_logits(third, fill(third, 0, TOKENS[:2])), mock.reference_logits(TOKENS[:2]))
 
 
 def test_traces_and_profiles(load_pair: Load) -> None:
