@@ -16,6 +16,7 @@ MAX_LOGPROBS = 20
 MAX_ANSWERS = 128
 MAX_LOGIT_BIASES = 1024
 MAX_BAD_WORDS = 1024
+MAX_BAD_LENGTH = 1 << 15  # of all bad words, in characters
 MAX_STOPS = 1024
 MAX_CHOICES = 1999  # as many as llguidance follows side by side
 MAX_TEXT_LENGTH = 1000  # of a stop string or a bad word, in characters
@@ -134,6 +135,9 @@ class SamplingParams:
         self._sequence("stop_token_ids", MAX_STOPS, _is_token, "token ids")
         self._texts("stop", MAX_STOPS)
         self._texts("bad_words", MAX_BAD_WORDS)
+        if (length := sum(map(len, self.bad_words))) > MAX_BAD_LENGTH:  # they are all encoded, while others wait
+            raise SamplingError("bad_words", f"bad_words has {length} characters together; expected at most "
+                                             f"{MAX_BAD_LENGTH}")
         sequences = _tuple("bad_token_ids", self.bad_token_ids, "sequences of token ids")
         object.__setattr__(self, "bad_token_ids", tuple(
             _tuple("bad_token_ids", tokens, "sequences of token ids") for tokens in sequences))

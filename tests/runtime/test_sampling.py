@@ -30,7 +30,7 @@ WRONG: dict[str, list[Any]] = {
     "skip_special_tokens": [1, None],
     "stop_token_ids": [[-1], ["x"], [1.0], [True], [1 << 31], 5, None, "12", {1: 2}, range(2000)],
     "stop": ["end", [""], [5], [None], None, b"end", ["x"] * 2000, ["x" * 1001]],
-    "bad_words": ["end", [""], [5], None, ["x"] * 2000, ["x" * 1001]],
+    "bad_words": ["end", [""], [5], None, ["x"] * 2000, ["x" * 1001], ["x" * 900] * 50],
     "bad_token_ids": [[5], [[]], [[-1]], ["ab"], None, [[1.0]], [[1]] * 2000],
     "logit_bias": [[1, 2], None, {-1: 0.0}, {"1": 0.0}, {1: NAN}, {1: INF}, {1: "2"}, {1: None}, {True: 1.0},
                    dict.fromkeys(range(1025), 0.5)],
