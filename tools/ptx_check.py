@@ -1,6 +1,6 @@
 """Runs the tests of the GPU kernels on their compiled code (PTX), without a GPU.
 
-    python -m tools.ptx_check                              sm_80, sm_89, sm_90a, sm_100a, sm_120a; all cases
+    python -m tools.ptx_check                              every architecture, all cases
     python -m tools.ptx_check --arch sm_80 --filter linear.test_gates
     python -m tools.ptx_check --tiles --arch sm_90a        linear and attention kernels in tiles of engines instead
     python -m tools.ptx_check --lockstep warp --seed 3     each warp alone, in another order
@@ -29,7 +29,7 @@ from .gpu_check.kernels import Outcome, device_tolerance
 from .ptx.machine import Options
 from .ptx.runner import PtxRunner
 
-ARCHES = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a")
+ARCHES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a")
 ALL_MODULES = (*MODULES, "test_select", "test_matmul", "test_lora")
 _DESCRIPTORS_SINCE = 90
 

@@ -19,7 +19,8 @@ from tools.ptx.instruction import PtxError
 from tools.ptx.machine import Options
 from tools.ptx.runner import PtxRunner
 
-SPLIT = "Tile(features=32, tokens=16, channels=128, splits=2, warps=4, stages=3, tma=False, specialize=False)"
+SPLIT = ("Tile(features=32, tokens=16, channels=128, splits=2, warps=4, stages=3, tma=False, specialize=False, "
+         "one_product=False)")
 EVERYWHERE = (
     "linear.test_formats[bf16-bf16-False]", "linear.test_gates[silu]", f"linear.test_norm_inside[bf16-bf16-{SPLIT}]",
     "linear.test_groups_and_minimums[split-int8-int4_g32m]", "attention.test_generation[[100, 1, 33, 64]]",
@@ -28,13 +29,14 @@ EVERYWHERE = (
     "rows.test_norms[rms_norm-int8_sum32-False-True]", "rows.test_quantize[int8_sum128-False-gelu_tanh]",
     "experts.test_routing[{'normalise': True}-12-3-6]", "experts.test_sum_over_choices[True]",
     f"experts.test_grouped_matrices[int4-int8-{SPLIT}-True-23-4]", "sampling.test_log_probabilities",
-    "select.test_argmax[2-bf16]")
+    "select.test_argmax[2-bf16]", "lora.test_equals_reference[mixed-fp16-")
 E4M3 = ("linear.test_formats[fp8-fp8-False]", "linear.test_groups_and_minimums[split-fp8-int4_g128m]",
         "linear.test_scales_of_blocks", "attention.test_types_of_the_cache[fp8-True]",
         "rows.test_quantize[fp8-False-silu]", "rope.test_static_scales")
 CASES = {"sm_80": EVERYWHERE, "sm_89": E4M3,
          "sm_120a": ("linear.test_formats[nvfp4-nvfp4-False]", "linear.test_descriptors[bf16-bf16]",
-                     "rows.test_quantize[nvfp4-True-silu]")}
+                     "rows.test_quantize[nvfp4-True-silu]"),
+         "sm_103a": ("linear.test_groups_and_minimums[tiled-int8-int4_g32m]",)}
 
 
 @cache
