@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from ..gpu.math import narrow
+from ..norm.gpu import store_normalised
 
 _SIGNALS: tl.constexpr = tl.constexpr(16)
 _GIVEN_UP: tl.constexpr = tl.constexpr(14)
@@ -103,6 +104,34 @@ def one_shot(source, destination, peers, sizes, ROWS: tl.constexpr, WIDTH: tl.co
     total = _sum(source, peers, rank, at, at < count, RANKS, SIZE)
     _meet(peers, rank, _later(number, 2), RANKS)
     tl.store(destination + at, narrow(total, destination.dtype.element_ty), mask=at < count)
+    _end(peers, rank, _later(number, 2), RANKS)
+
+
+@triton.jit
+def one_shot_norm(source, residual, total, weight, y, y_scale, y_factor, y_sum, peers, sizes, ROWS: tl.constexpr,
+                  WIDTH: tl.constexpr, RANKS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+                  EPS: tl.constexpr, TO: tl.constexpr, SUMS: tl.constexpr):
+    """total = the sum of all ranks' source + residual, y = rms_norm(total), a row a block: what one_shot and the norm
+    behind it give, to the bit. total may be residual, not source. y, y_scale, y_factor, y_sum: store_row.
+
+    Nobody else reads what is written here; the second meeting keeps source until all have read it.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    if row >= tl.load(sizes + ROWS):
+        return
+    rank = tl.load(peers)
+    number = _reached(peers, rank, RANKS)
+    inner = tl.arange(0, BLOCK)
+    at, inside = row * WIDTH + inner, inner < WIDTH
+    before = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+    _meet(peers, rank, _later(number, 1), RANKS)
+    v = _sum(source, peers, rank, at, inside, RANKS, SIZE)
+    v = narrow(v, source.dtype.element_ty).to(tl.float32) + before
+    rounded = narrow(v, total.dtype.element_ty)
+    tl.store(total + at, rounded, mask=inside)
+    store_normalised(rounded.to(tl.float32), weight, None, y, y_scale, y_factor, y_sum, row, WIDTH, BLOCK, EPS, TO,
+                     SUMS)
+    _meet(peers, rank, _later(number, 2), RANKS)
     _end(peers, rank, _later(number, 2), RANKS)
 
 

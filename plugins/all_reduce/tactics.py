@@ -6,11 +6,23 @@ three meetings.
 """
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 from ..gpu.device import Device
-from ..gpu.kernel import SIZES, Candidate, Candidates, Cost, GpuKernel, GpuLaunch, Refusal, arguments, symbol
-from ..quantize.tactics import BYTES, ELEMENTS
+from ..gpu.kernel import (
+    SIZES,
+    Candidate,
+    Candidates,
+    Cost,
+    GpuKernel,
+    GpuLaunch,
+    Parameter,
+    Refusal,
+    arguments,
+    symbol,
+)
+from ..norm import tactics as norm_tactics
+from ..quantize.tactics import BYTES, ELEMENTS, element, output, row_block, row_warps
 
 RANKS = (2, 4, 8)
 
@@ -42,6 +54,19 @@ class Problem:
         assert self.op in ("all_reduce", "all_gather"), self
 
 
+@dataclass(frozen=True)
+class SumAndNorm:
+    """A sum over ranks, and the residual sum and rms_norm of its rows behind it."""
+
+    reduce: Problem
+    norm: norm_tactics.Problem
+
+    def __post_init__(self) -> None:
+        norm = self.norm
+        assert norm.kind == "rms_norm" and norm.residual and norm.y_type and norm.group == 1, self
+        assert not (norm.bias or norm.x_weight or norm.static or norm.x_stride), self
+
+
 def candidates(problem: Problem, device: Device) -> Candidates:
     """Parameters: source, destination, peers, sizes."""
     p = problem
@@ -62,6 +87,47 @@ def candidates(problem: Problem, device: Device) -> Candidates:
                                    f"{pieces} blocks wait for those of other GPUs; {most} run at a time"))
         legal.append(_candidate(p, "two_shot", block, warps, min(-(-pieces // p.ranks), most)))
     return Candidates(tuple(legal), tuple(refused))
+
+
+def sums_and_norms(problem: SumAndNorm, device: Device) -> Candidates:
+    """In one launch, or in two. Parameters: source, destination, x (what stands there), residual, total, weight, y,
+    y_scale, y_factor, y_sum, peers, sizes."""
+    sums = candidates(problem.reduce, device)
+    norms = norm_tactics.candidates(problem.norm, device)
+    apart = [Candidate(f"{one.name}, {two.name}", (*one.launches, *two.launches), _both(one.cost, two.cost))
+             for one in sums.legal for two in norms.legal]
+    refused = (*sums.refused, *norms.refused)
+    most = min(device.num_sms, MAX_BLOCKS)
+    if apart and problem.reduce.m > most:
+        refused = (*refused, Refusal("all_reduce.one_shot_norm", f"{problem.reduce.m} rows; {most} run at a time"))
+    if not apart or problem.reduce.m > most:
+        return Candidates(tuple(apart), refused)
+    return Candidates((*apart, _one_launch(problem, norms.legal[0])), refused)
+
+
+def _one_launch(problem: SumAndNorm, alone: Candidate) -> Candidate:
+    p, norm = problem.reduce, problem.norm
+    scales, absent = output(norm.y_type, static=False)
+    floats = f"*{ELEMENTS[p.float_type]}"
+    wanted: dict[str, Parameter | None] = {
+        "source": floats, "residual": floats, "total": floats, "weight": "*fp32" if norm.weight else None, **scales,
+        "peers": "*i64", "sizes": "*i32"}
+    del absent["static_scale"]
+    kernel = GpuKernel(
+        symbol("all_reduce_norm", p.float_type, norm.y_type, f"w{p.width}", p.rows, f"r{p.ranks}", f"eps{norm.eps}",
+               "weight" if norm.weight else ""),
+        "ingot.plugins.all_reduce.gpu", "one_shot_norm",
+        *arguments(wanted, absent | {
+            "ROWS": SIZES[p.rows], "WIDTH": p.width, "RANKS": p.ranks, "SIZE": int(BYTES[p.float_type]),
+            "BLOCK": row_block(p.width, norm.y_type), "EPS": norm.eps, **element(norm.y_type)}), row_warps(p.width), 1)
+    whole = _both(_cost(p, "one_shot", 1), alone.cost)
+    saved = 2 * p.m * p.width * BYTES[p.float_type]  # the sum is neither written nor read
+    return Candidate("all_reduce.one_shot_norm", (GpuLaunch(kernel, (p.m, 1, 1), signal_bytes=SIGNAL_BYTES * p.m),),
+                     replace(whole, num_bytes=whole.num_bytes - saved))
+
+
+def _both(one: Cost, other: Cost) -> Cost:
+    return Cost(**{field.name: getattr(one, field.name) + getattr(other, field.name) for field in fields(Cost)})
 
 
 def _candidate(p: Problem, function: str, block: int, warps: int, grid: int) -> Candidate:

@@ -107,7 +107,8 @@ def exchange_times(path: Path, device: str) -> tuple[float, int]:
     from ingot.runtime.engine_file import EngineFile
 
     with EngineFile.open(path) as file:
-        exchanges = [launch["op"].startswith("all_") for launch in file.plan["buckets"][0]["launches"]]
+        kernels, launches = file.plan["kernels"], file.plan["buckets"][0]["launches"]
+        exchanges = [any(name == "peers" for name, _ in kernels[one["kernel"]]["parameters"]) for one in launches]
         program = CudaProgram(file, 64, ordinals=device_of(file, device)[1])
         try:
             inputs = program.inputs[0]

@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 
 from ingot.compiler.build import BuildRequest, build
+from ingot.compiler.gpu.generate import generate
+from ingot.compiler.passes.pipeline import gpu_pipeline, run_passes
+from ingot.compiler.precision import find_precision
 from ingot.runtime.devices.gpu_collective import check_exchanges, most_blocks
 from ingot.runtime.devices.gpu_kernels import Kernel
 from ingot.runtime.devices.gpu_plan import Bucket, GpuPlan, Launch, Place, Weight
@@ -16,7 +19,12 @@ from ingot.runtime.engine import Engine
 from ingot.runtime.engine_file import EngineFile
 from ingot.runtime.engine_format import EngineFormatError
 from ingot.runtime.errors import RequestError
+from ingot.runtime.program import Limits
 from ingot.runtime.sampling import SamplingParams
+from tests.compiler.models import Layer, model
+
+from .programs import gpu
+from .test_generate import plan_of
 
 KERNEL = Kernel("sum", "code/sum.cubin", "one_shot", 128, 64, 1,
                 (("source", "*bf16"), ("destination", "*bf16"), ("peers", "*i64"), ("sizes", "*i32")),
@@ -25,7 +33,7 @@ PLACES = (Place("arena", None, 0, 64), Place("arena", None, 64, 64), Place("peer
           Place("input", "sizes", 0, 16))
 
 
-def plan_of(launch: Launch, weights: dict[str, Weight], signal_bytes: int = 256) -> GpuPlan:
+def of_one_launch(launch: Launch, weights: dict[str, Weight], signal_bytes: int = 256) -> GpuPlan:
     """Of one launch."""
     kv = KvLayout((), 16, 16, {})
     return GpuPlan({launch.kernel.symbol: launch.kernel}, kv, weights, 128, 0, 0, signal_bytes, 8,
@@ -41,11 +49,11 @@ def plan_of(launch: Launch, weights: dict[str, Weight], signal_bytes: int = 256)
 def test_exchanges_that_are_none(change: dict[str, Any], message: str) -> None:
     weights = {"w": Weight(("a", "b"), 16), "all": Weight(("c",), 16)}
     good = Launch(KERNEL, (4, 1, 1), PLACES, "all_reduce", "", {})
-    check_exchanges(plan_of(good, weights), 2)
-    assert most_blocks(plan_of(good, weights)) == 4
+    check_exchanges(of_one_launch(good, weights), 2)
+    assert most_blocks(of_one_launch(good, weights)) == 4
     weights |= change.pop("weights", {})
     with pytest.raises(EngineFormatError, match=message):
-        check_exchanges(plan_of(replace(good, **change), weights), 2)
+        check_exchanges(of_one_launch(replace(good, **change), weights), 2)
 
 
 @pytest.mark.parametrize(("target", "ranks", "message"), [
@@ -53,6 +61,25 @@ def test_exchanges_that_are_none(change: dict[str, Any], message: str) -> None:
 def test_builds_that_cannot_be_divided(target: str, ranks: int, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         build(BuildRequest("nowhere", target, "bf16", tensor_parallel=ranks))
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_a_norm_is_made_with_the_sum_before_it(precision: str) -> None:
+    """In one launch where there are few rows, behind it where there are many; but for the last one, which is a
+    matrix's. What is planned is what the runtime takes."""
+    chosen, h200 = find_precision(precision, gpu("h200")), gpu("h200")
+    graph = run_passes(model([Layer(), Layer()]), gpu_pipeline(chosen, "bf16", num_ranks=2))
+    limits = {"max_batch_size": 4, "max_num_tokens": 4096, "max_seq_len": 4096}
+    made = generate(graph, h200, chosen.floats, limits, 16)
+    plan = GpuPlan.read(plan_of(made), Limits(**limits), num_ranks=2)
+    check_exchanges(plan, 2)
+    assert 0 < most_blocks(plan) <= h200.num_sms
+    for bucket in plan.buckets:
+        ops = [launch.op for launch in bucket.launches if launch.kernel.exchanges]
+        assert ops == [*3 * ["all_reduce+add_rms_norm"], "all_reduce", "all_gather"]
+        names = [launch.kernel.function for launch in bucket.launches]
+        assert names.count("one_shot_norm") == (3 if bucket.tokens <= 128 else 0)
 
 
 PROMPTS = [[5, 17, 99, 3, 250, 7], [400, 2, 2, 81], [12]]

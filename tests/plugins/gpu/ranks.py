@@ -1,6 +1,8 @@
 """The memory of several ranks, and launches on all of them."""
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 
 from ingot.compiler.gpu.triton_compile import PtxKernel
@@ -28,8 +30,8 @@ class Ranks:
         element = support.unwritten((1,), kind).itemsize
         self.begins = _ALIGNMENT, _ALIGNMENT + (0 if in_place else -(-rows * width * element // 256) * 256)
         size = self.begins[1] + self.joined[0] * self.joined[1] * element
-        self.arenas = [_aligned(support.unwritten((-(-size // element),), kind)) for _ in range(count)]
-        self.signals = [_aligned(np.zeros((MAX_BLOCKS, SIGNAL_BYTES // 4), np.int32)) for _ in range(count)]
+        self.arenas = [aligned(support.unwritten((-(-size // element),), kind)) for _ in range(count)]
+        self.signals = [aligned(np.zeros((MAX_BLOCKS, SIGNAL_BYTES // 4), np.int32)) for _ in range(count)]
         rng = np.random.default_rng(0)
         for rank in range(count):
             self.source(rank)[...] = support.store(rng.standard_normal(self.shape), kind)
@@ -58,23 +60,25 @@ class Ranks:
         return arena[first : first + shape[0] * shape[1]].reshape(shape)
 
 
-def in_threads(team: Ranks, way: Candidate, rows: int, ranks: int | None = None, limit_s: float = 60.0) -> None:
-    """In Triton's interpreter, in this process."""
+def in_threads(team: Ranks, way: Candidate, rows: int, ranks: int | None = None, limit_s: float = 60.0,
+               others: Sequence[Mapping[str, np.ndarray]] = ()) -> None:
+    """In Triton's interpreter, in this process. others: of each rank, parameter -> array (aligned)."""
     from ingot.plugins.gpu.interpret import prepare, run_together
 
-    sizes, held, launches = _aligned(np.array([rows, 0, 0, 0], np.int32)), [], []
-    for rank in range(team.count if ranks is None else ranks):
-        table = _aligned(team.table(rank))
-        held.append(table)
-        (launch,) = way.launches
-        arena = int(team.arenas[rank].ctypes.data)
-        launches.append(prepare(launch.kernel, launch.grid, {
-            "source": arena + team.begins[0], "destination": arena + team.begins[1],
-            "peers": int(table.ctypes.data), "sizes": int(sizes.ctypes.data)}))
-    run_together(launches, team.give_up, limit_s)
+    sizes, count = aligned(np.array([rows, 0, 0, 0], np.int32)), team.count if ranks is None else ranks
+    tables = [aligned(team.table(rank)) for rank in range(count)]
+    for launch in way.launches:
+        launches = []
+        for rank, table in enumerate(tables):
+            arena = int(team.arenas[rank].ctypes.data)
+            given = {"source": arena + team.begins[0], "destination": arena + team.begins[1],
+                     "x": arena + team.begins[1], "peers": int(table.ctypes.data), "sizes": int(sizes.ctypes.data)}
+            given |= {name: int(array.ctypes.data) for name, array in (others[rank] if others else {}).items()}
+            launches.append(prepare(launch.kernel, launch.grid, given))
+        run_together(launches, team.give_up, limit_s)
 
 
-def _aligned(array: np.ndarray) -> np.ndarray:
+def aligned(array: np.ndarray) -> np.ndarray:
     """A copy at an address that is a multiple of 256."""
     memory = np.zeros(array.nbytes + _ALIGNMENT, np.uint8)
     begin = -int(memory.ctypes.data) % _ALIGNMENT
@@ -84,14 +88,15 @@ def _aligned(array: np.ndarray) -> np.ndarray:
 
 
 
-def on_machine(team: Ranks, way: Candidate, rows: int, compiled: PtxKernel, ptx: str,
-               options: Options) -> list[np.ndarray]:
-    """As compiled code, of the text `ptx`; what lies in each rank's destination when its launch has ended.
+def on_machine(team: Ranks, way: Candidate, rows: int, compiled: PtxKernel, ptx: str, options: Options,
+               others: Mapping[str, np.ndarray], result: str) -> list[np.ndarray]:
+    """As compiled code, of the text `ptx`; what each rank has in `result` when its launch has ended: "destination", or
+    one of `others`, parameter -> array of every rank.
 
     A rank's source is there when its launch begins, and gone when it has ended: the launches before and behind it.
     """
     memory = GlobalMemory({f"{name} {rank}": array for rank in range(team.count) for name, array in (
-        ("arena", team.arenas[rank]), ("signals", team.signals[rank]), ("table", team.table(rank)))}
+        ("arena", team.arenas[rank]), ("signals", team.signals[rank]), ("table", team.table(rank)), *others.items())}
         | {"sizes": np.array([rows, 0, 0, 0], np.int32)})
     places, code, params = memory.addresses, Code(parse(ptx)), []
     (launch,) = way.launches
@@ -106,15 +111,19 @@ def on_machine(team: Ranks, way: Candidate, rows: int, compiled: PtxKernel, ptx:
         held(f"table {rank}", table)[...] = table
         held(f"arena {rank}", team.source(rank), team.begins[0]).fill(1)
         arena = places[f"arena {rank}"]
-        given = (arena + team.begins[0], arena + team.begins[1], places[f"table {rank}"], places["sizes"], 0, 0)
-        params.append(dict(zip((param.name for param in code.program.params), given, strict=True)))
+        given = {"source": arena + team.begins[0], "destination": arena + team.begins[1],
+                 "peers": places[f"table {rank}"], "sizes": places["sizes"],
+                 **{name: places[f"{name} {rank}"] for name in others}}
+        values = [*(given[name] for name, _ in launch.kernel.parameters), 0, 0]
+        params.append(dict(zip((param.name for param in code.program.params), values, strict=True)))
     found: dict[int, np.ndarray] = {}
 
     def begin(rank: int) -> None:
         held(f"arena {rank}", team.source(rank), team.begins[0])[...] = team.source(rank)
 
     def end(rank: int) -> None:
-        found[rank] = held(f"arena {rank}", team.destination(rank), team.begins[1]).copy()
+        found[rank] = (held(f"arena {rank}", team.destination(rank), team.begins[1]) if result == "destination" else
+                       held(f"{result} {rank}", others[result])).copy()
         held(f"arena {rank}", team.source(rank), team.begins[0]).fill(2)
         held(f"arena {rank}", team.destination(rank), team.begins[1]).fill(2)
 

@@ -11,13 +11,21 @@ from ingot.compiler.gpu.disassemble import disassemble
 from ingot.compiler.gpu.triton_compile import PtxCompiler, PtxKernel
 from ingot.compiler.targets import architectures
 from ingot.plugins.all_reduce import reference
-from ingot.plugins.all_reduce.tactics import MAX_BLOCKS, SIGNAL_BYTES, Problem, candidates
+from ingot.plugins.all_reduce.tactics import (
+    MAX_BLOCKS,
+    SIGNAL_BYTES,
+    Problem,
+    SumAndNorm,
+    candidates,
+    sums_and_norms,
+)
 from ingot.plugins.gpu.kernel import Candidate
+from ingot.plugins.norm.tactics import Problem as Norm
 from tools.ptx.instruction import PtxError
 from tools.ptx.machine import Options
 
 from . import support
-from .ranks import Ranks, in_threads, on_machine
+from .ranks import Ranks, aligned, in_threads, on_machine
 
 H200 = support.device("sm_90a")
 OPS = ("all_reduce", "all_gather")
@@ -57,6 +65,38 @@ def test_all_ranks_get_the_same(op: str, kind: str, ranks: int, in_place: bool) 
             for rank in range(ranks):
                 np.testing.assert_array_equal(team.destination(rank)[:rows], wanted(op, parts, rows, kind))
                 np.testing.assert_array_equal(team.destination(rank)[rows:], last[rank])
+
+
+@pytest.mark.parametrize(("ranks", "form"), [(2, "bf16"), (4, "fp8"), (8, "bf16")])
+def test_a_sum_and_the_norm_behind_it(ranks: int, form: str) -> None:
+    """One launch gives what two give, to the bit."""
+    rows, most, width = 3, 4, 520
+    problem = sum_and_norm(most, width, ranks, form)
+    legal = sums_and_norms(problem, H200).legal
+    rng = np.random.default_rng(1)
+    residual, weight = support.store(rng.standard_normal((most, width)), "bf16"), rng.random(width, np.float32)
+    results = []
+    for way in (legal[0], legal[-1], legal[-1]):
+        team = Ranks(ranks, most, width, "bf16", "all_reduce", in_place=True)
+        others = [{name: aligned(array) for name, array in {
+            "residual": residual, "weight": weight, "total": support.unwritten((most, width), "bf16"),
+            "y": np.full((most, width), 0xFF, np.uint8 if form == "fp8" else np.uint16),
+            "y_scale": np.zeros(most, np.float32)}.items()} for _ in range(ranks)]
+        in_threads(team, way, rows, others=others)
+        results += [[others[rank][name][:rows] for name in ("total", "y", "y_scale")] for rank in range(ranks)]
+    assert [len(way.launches) for way in (legal[0], legal[-1])] == [2, 1]
+    parts = [support.load(team.source(rank), "bf16")[:rows].astype(np.float32) for rank in range(ranks)]
+    summed = support.load(support.store(reference.all_reduce(parts), "bf16"), "bf16")
+    total = support.store(summed + support.load(residual[:rows], "bf16"), "bf16")
+    np.testing.assert_array_equal(results[0][0], total)
+    for result in results:
+        for got, right in zip(result, results[0], strict=True):
+            np.testing.assert_array_equal(got, right)
+
+
+def sum_and_norm(m: int, width: int, ranks: int, form: str) -> SumAndNorm:
+    return SumAndNorm(Problem("all_reduce", m, width, "bf16", "T", ranks),
+                      Norm(m, width, 1e-6, "bf16", form, residual=True))
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -112,6 +152,8 @@ def test_little_is_summed_at_once_and_much_in_two_halves() -> None:
 def test_signals_have_the_systems_order(arch: str) -> None:
     """Release and acquire at the scope of the system, and nothing spills."""
     ways_of = [way for op in OPS for way in ways(Problem(op, 64, 4096, "bf16", "T", 8))]
+    ways_of += [sums_and_norms(sum_and_norm(64, 8192, 8, form), support.device(arch)).legal[-1]
+                for form in ("bf16", "int8")]
     code = support.compiled([way.launches[0].kernel for way in ways_of], arch)
     assert not any(one.spill_stores for one in code.values())
     for one in code.values():
@@ -131,13 +173,14 @@ def test_signals_have_the_systems_order(arch: str) -> None:
 
 
 SMALL = Problem("all_reduce", 3, 1000, "bf16", "T", 2)
-KERNELS = ("all_reduce.one_shot", "all_reduce.two_shot", "all_gather")
+KERNELS = ("all_reduce.one_shot", "all_reduce.two_shot", "all_gather", "all_reduce.one_shot_norm")
 
 
 def small(name: str, arch: str) -> tuple[Candidate, PtxKernel]:
     """Of few blocks, and code for the architecture."""
-    problem = replace(SMALL, op=name.partition(".")[0])
-    way = next(way for way in candidates(problem, support.device(arch)).legal if way.name == f"{name} 1024")
+    problem, device = replace(SMALL, op=name.partition(".")[0]), support.device(arch)
+    way = next(way for way in candidates(problem, device).legal if way.name == f"{name} 1024") \
+        if name != KERNELS[-1] else sums_and_norms(sum_and_norm(SMALL.m, SMALL.width, 2, "bf16"), device).legal[-1]
     with PtxCompiler(architectures()[arch]) as compiler:
         return way, compiler(way.launches[0].kernel)
 
@@ -147,7 +190,13 @@ def step(name: str, way: Candidate, compiled: PtxKernel, ptx: str, options: Opti
     op = name.partition(".")[0]
     team = Ranks(2, SMALL.m, SMALL.width, "bf16", op, op == "all_reduce")
     right = wanted(op, [team.source(rank) for rank in range(2)], SMALL.m, "bf16")
-    for found in on_machine(team, way, SMALL.m, compiled, ptx, options):
+    shape, result = (SMALL.m, SMALL.width), "destination"
+    others: dict[str, np.ndarray] = {}
+    if name == KERNELS[-1]:  # nothing is added to the sum
+        result = "total"
+        others = {"residual": np.zeros(shape, np.uint16), "weight": np.ones(SMALL.width, np.float32),
+                  "total": support.unwritten(shape, "bf16"), "y": support.unwritten(shape, "bf16")}
+    for found in on_machine(team, way, SMALL.m, compiled, ptx, options, others, result):
         np.testing.assert_array_equal(found, right)
 
 
