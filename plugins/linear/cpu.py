@@ -108,8 +108,7 @@ def emit(problem: Problem) -> CpuKernel:
 def tile_arguments(scheme: Scheme, size_class: int, k: int, tactic: Tactic = MODEL) -> tuple[str, str, str, str]:
     """The C words for: tile function, its largest rows and panels, channels of K at a time.
 
-    With few tokens the weights come from memory, and do so fastest as one stream. In bf16 by float32 they come as two,
-    since a single token gives a panel one chain of additions, which is too slow for it alone.
+    With few tokens the weights come from memory, and do so fastest as one stream.
     """
     most = "INGOT_PAIR_ROWS" if scheme.act_bits == 16 else "INGOT_ROWS"
     most = "INGOT_INTEGER_ROWS" if scheme.is_integer and size_class == 0 else most
@@ -117,10 +116,7 @@ def tile_arguments(scheme: Scheme, size_class: int, k: int, tactic: Tactic = MOD
     by_row = scheme.is_integer and scheme.weight_bits == 8 and scheme.act_group == 0
     tile = scheme.name + "_row" * by_row
     tile = f"INGOT_TILE({tile})" if scheme.rounds_inputs else f"ingot_tile_{tile}"
-    if scheme.rounds_inputs:
-        panels = "INGOT_PANELS" if size_class == 0 else "1"
-    else:
-        panels = ("2" if scheme.weight_bits == 16 else "1") if size_class == 1 else "INGOT_PANELS"
+    panels = "1" if size_class == 1 or (size_class and scheme.rounds_inputs) else "INGOT_PANELS"
     step = "INGOT_PAIR_K_STEP" if scheme.act_bits == 16 else "INGOT_FLOAT_K_STEP"
     k_step = str(k) if scheme.is_integer or size_class else str(tactic.k_step or step)
     return tile, rows, str(tactic.panels or panels), k_step
@@ -136,8 +132,9 @@ def tile_registers(scheme: Scheme, size_class: int) -> tuple[str, str]:
 
 def ahead(scheme: Scheme, size_class: int, tactic: Tactic = MODEL) -> str:
     """In C, how far ahead of its use a weight is fetched."""
-    of_one = "_OF_ONE" if size_class == 1 else ""
-    return str(tactic.ahead or (f"INGOT_ROUNDED_AHEAD{of_one}" if scheme.rounds_inputs else "INGOT_FLOAT_AHEAD"))
+    kind = "ROUNDED" if scheme.rounds_inputs else "BF16" if scheme.weight_bits == 16 and size_class == 1 else "FLOAT"
+    of_one = "_OF_ONE" if size_class == 1 and kind != "FLOAT" else ""
+    return str(tactic.ahead or f"INGOT_{kind}_AHEAD{of_one}")
 
 
 def block_rows(scheme: Scheme, k: int, tactic: Tactic = MODEL) -> int:
