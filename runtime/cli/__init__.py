@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from ..errors import IngotError, RequestError, WorkFailed
+from .absent import compiler_absent
 
 
 class Verb(NamedTuple):
@@ -120,10 +121,7 @@ def _explained_absence(verb: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("ingot.runtime") or not VERBS[verb].needs_compiler:
             raise
-        raise RequestError(
-            f"`ingot {verb}` needs the compiler, which is not installed here: no module named {error.name!r}.\n"
-            "  Install it: pip install 'ingot-llm[build]'"
-        ) from None
+        raise RequestError(f"`ingot {verb}` needs {compiler_absent(error.name)}") from None
 
 
 def _version() -> str:

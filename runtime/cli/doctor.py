@@ -17,6 +17,7 @@ from .. import amx
 from ..errors import IngotError, WorkFailed
 from ..folders import cache_folder
 from ..host import available_cores, available_memory_bytes, cpu_features, cpu_name
+from .absent import TRITON, TRITON_INSTALL
 from .output import print_json, size, table
 
 RUNTIME_PACKAGES = ("numpy", "tokenizers", "jinja2")
@@ -24,8 +25,6 @@ COMPILER_PACKAGES = ("torch", "transformers", "safetensors", "gguf", "pyyaml", "
 # What kernels make use of, of the many flags that a CPU has.
 TELLING_FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16",
                     "asimddp", "sve")
-TRITON = "3.9.0"
-TRITON_INSTALL = f"pip install --no-deps triton=={TRITON}"
 LEAST_DISK_BYTES = 2_000_000_000
 
 

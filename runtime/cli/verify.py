@@ -7,6 +7,7 @@ from typing import Any
 from ..engine_file import EngineFile
 from ..errors import RequestError
 from ..manifest import is_weight
+from .absent import compiler_absent
 from .engine_options import add_engine_argument, open_engine
 from .output import Progress, print_json, size
 
@@ -50,7 +51,6 @@ def _rebuild(engine: EngineFile, checkpoint: str, progress: Progress) -> dict[st
         rebuild: Any = importlib.import_module("ingot.compiler.rebuild")
         result = rebuild.rebuild(engine, checkpoint, lambda stage, detail: progress.show(f"{stage:<9} {detail}"))
     except ModuleNotFoundError as error:
-        raise RequestError(f"--rebuild needs the compiler, which is not installed here: no module named "
-                           f"{error.name!r}.\n  Install it: pip install 'ingot-llm[build]'") from None
+        raise RequestError(f"--rebuild needs {compiler_absent(error.name)}") from None
     seconds: dict[str, float] = result.seconds
     return seconds

@@ -206,6 +206,18 @@ def test_a_missing_compiler(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert "pip install 'ingot-llm[build]'" in err
 
 
+def test_a_missing_compiler_of_gpu_kernels(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+                                           mock_path: Path) -> None:
+    """ingot-llm[build] is installed then, and has no Triton."""
+    def absent(arguments: object) -> int:
+        raise ModuleNotFoundError("No module named 'triton'", name="triton.language")
+
+    monkeypatch.setattr("ingot.compiler.cli.build.run", absent)
+    status, _, err = run(capsys, "build", "x")
+    assert status == 2 and "`ingot build` needs the compiler of GPU kernels" in err
+    assert "pip install --no-deps triton==" in err and "ingot-llm[build]" not in err
+
+
 def test_interruption(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, mock_path: Path) -> None:
     def interrupt(arguments: object) -> int:
         raise KeyboardInterrupt

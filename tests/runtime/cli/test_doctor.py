@@ -6,7 +6,7 @@ import importlib.metadata
 import pytest
 
 from ingot.runtime import amx
-from ingot.runtime.cli import doctor
+from ingot.runtime.cli import absent, doctor
 from ingot.runtime.errors import WorkFailed
 
 
@@ -46,7 +46,7 @@ def test_tile_registers_that_the_system_refuses(monkeypatch: pytest.MonkeyPatch)
 def test_one_version_of_triton() -> None:
     from ingot.runtime.devices.emulator import TRITON_VERSION
 
-    assert doctor.TRITON == TRITON_VERSION, "written twice, since the doctor runs where numpy is missing"
+    assert absent.TRITON == TRITON_VERSION, "written twice, since the doctor runs where numpy is missing"
 
 
 def test_compiler_of_gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
