@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from .errors import AdapterError
-from .patterns import NamePattern
+from .patterns import NamePattern, Work
 
 Value = TypeVar("Value")
 
@@ -49,6 +49,7 @@ class AdapterConfig:
     targets: tuple[str, ...] | None
 
     def rank_of(self, module: str) -> int:
+        """Raises AdapterError if its patterns take too long, as scaling_of does."""
         return _by_pattern(self.rank_pattern, module, self.rank)
 
     def scaling_of(self, module: str) -> float:
@@ -78,14 +79,16 @@ def parse_config(data: bytes, what: str) -> AdapterConfig:
     targets = config.get("target_modules")
     if isinstance(targets, list) and not all(isinstance(each, str) for each in targets):
         raise AdapterError(f"{what}: target_modules: expected names, got {targets!r:.80}")
+    work = Work(what)
     return AdapterConfig(
         _rank(config.get("r"), f"{what}: r"), _number(config.get("lora_alpha"), f"{what}: lora_alpha"),
         _boolean(config.get("use_rslora", False), f"{what}: use_rslora"),
-        _patterns(config, "rank_pattern", what, _rank), _patterns(config, "alpha_pattern", what, _number),
+        _patterns(config, "rank_pattern", what, work, _rank),
+        _patterns(config, "alpha_pattern", what, work, _number),
         tuple(targets) if isinstance(targets, list) else None)
 
 
-def _patterns(config: dict[str, Any], name: str, what: str,
+def _patterns(config: dict[str, Any], name: str, what: str, work: Work,
               check: Callable[[Any, str], Value]) -> list[tuple[NamePattern, Value]]:
     given = config.get(name) or {}
     if not isinstance(given, dict):
@@ -95,7 +98,7 @@ def _patterns(config: dict[str, Any], name: str, what: str,
     found = []
     for text, value in given.items():
         try:
-            pattern = NamePattern(text)
+            pattern = NamePattern(text, work)
         except (ValueError, re.error, OverflowError, RecursionError) as error:
             raise AdapterError(f"{what}: {name}: {text!r:.60} is no regular expression that the end of a name can "
                                f"have here: {error}") from None
