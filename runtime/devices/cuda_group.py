@@ -11,7 +11,7 @@ from threading import Lock
 
 import numpy as np
 
-from ..errors import RequestError
+from ..errors import RequestError, WorkFailed
 from .cuda_driver import CudaError, Driver, GpuInfo, reaches
 from .cuda_memory import Bytes, CudaContext
 from .gpu_collective import GIVEN_UP, peer_table
@@ -52,7 +52,7 @@ class CudaGroup:
         self._signals: list[int] = []
         self._rescue: list[object] = []
         """A stream on each GPU, beside the one whose kernels may wait for a signal that does not come."""
-        self._has_turn = False
+        self._has_turn = self._has_given_up = False
         try:
             for gpu in gpus:
                 self.contexts.append(CudaContext(driver, gpu))
@@ -84,8 +84,14 @@ class CudaGroup:
         return tables
 
     def begin_step(self) -> None:
-        """Waits until no other engine of this process runs a step on several GPUs, if this is one that does."""
+        """Waits until no other engine of this process runs a step on several GPUs, if this is one that does.
+
+        Raises WorkFailed after `give_up`: kernels that no longer wait for each other would give wrong numbers.
+        """
         if len(self.contexts) > 1:
+            if self._has_given_up:
+                raise WorkFailed("a step of this engine, which is divided among GPUs, was broken off: it takes no "
+                                 "others.\n  Load the engine again.")
             _turn.acquire()
             self._has_turn = True
 
@@ -96,7 +102,9 @@ class CudaGroup:
             _turn.release()
 
     def give_up(self) -> None:
-        """Lets kernels go on that wait for a rank: what they compute then is nothing. For when one GPU has failed."""
+        """Lets kernels go on that wait for a rank: what they compute then is nothing. For when one GPU has failed, or
+        the host no longer waits. No other step can begin."""
+        self._has_given_up = True
         for context, address, stream in zip(self.contexts, self._signals, self._rescue, strict=False):  # one has none
             with suppress(CudaError):  # the one that has failed
                 context.enter()

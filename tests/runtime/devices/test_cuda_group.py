@@ -253,6 +253,28 @@ def test_a_launch_that_fails_on_the_second_gpu(load_pair: Load) -> None:
     program.close()
 
 
+def test_no_step_follows_one_that_was_broken_off(load_pair: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels no longer wait for each other: as after Ctrl-C, in a session that goes on with the engine."""
+    program, fake = load_pair()
+
+    def interrupted(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ingot.runtime.devices.cuda.sleep", interrupted)
+        program.launch(fill(program, 0, TOKENS[:3]))
+        with pytest.raises(KeyboardInterrupt):
+            program.wait()
+    for step in (lambda: program.launch(fill(program, 1, TOKENS[:3])), lambda: program.trace(program.inputs[1], {"h"}),
+                 lambda: program.profile(program.inputs[1])):
+        with pytest.raises(WorkFailed, match="was broken off"):
+            step()
+    program.close()
+    fake.assert_nothing_held()
+    other, _ = load_pair()
+    close_to(step_logits(other, fill(other, 0, TOKENS[:2])), mock.reference_logits(TOKENS[:2]))
+
+
 def test_the_emulator_tells_of_ranks_that_do_not_come(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(emulator, "_EXCHANGE_S", 0.2)
     with EngineFile.open(pair) as file:
