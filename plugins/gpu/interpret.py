@@ -17,6 +17,7 @@ from functools import cache
 from typing import Any
 
 from .generated import module_of
+from .interpreter_speed import check_next, install
 from .kernel import GpuKernel, GpuLaunch, TensorMap
 
 _SWITCH_S = 1e-4
@@ -30,9 +31,11 @@ def run(launch: GpuLaunch, arguments: Mapping[str, int | float]) -> None:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A launch with everything looked up: to be run again and again while its memory stays where it is."""
+    """A launch with everything looked up: to be run again and again while its memory stays where it is. generated: its
+    kernel was made from a graph."""
 
     symbol: str
+    generated: bool
     grid: tuple[int, int, int]
     function: Callable[..., None]
     arguments: Mapping[str, Any]
@@ -42,6 +45,7 @@ class Prepared:
         import numpy as np
         from triton.runtime.interpreter import interpreter_builder
 
+        check_next(self.generated)
         last_x, last_y, last_z = self.grid
         with np.errstate(all="ignore"):
             interpreter_builder.set_grid_dim(*self.grid)
@@ -128,15 +132,13 @@ def prepare(kernel: GpuKernel, grid: tuple[int, int, int], arguments: Mapping[st
     constexprs = _constexprs(function)
     for name, constant in kernel.constants:
         given[name] = constant if name in constexprs else _implicit_cvt(constant)
-    return Prepared(kernel.symbol, grid, function, given)
+    return Prepared(kernel.symbol, bool(kernel.source), grid, function, given)
 
 
 @cache
 def _function(module: str, source: str, name: str) -> Callable[..., None]:
     """The kernel as the interpreter rewrites it."""
     from triton.runtime.interpreter import InterpretedFunction
-
-    from .interpreter_speed import install
 
     found = getattr(module_of(module, source), name)
     assert isinstance(found, InterpretedFunction), "TRITON_INTERPRET=1 must be set before triton is first imported"

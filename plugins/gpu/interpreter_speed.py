@@ -10,28 +10,37 @@ from types import FunctionType
 from typing import Any
 
 _installed = False
+_checks_overflow = False
 
 
 def install(check_overflow: bool) -> None:
     """Before the first kernel runs; later calls do nothing. check_overflow: whether a sum, a difference or a product of
-    integers that overflows is an error, of masked elements too."""
+    integers that overflows is an error, of masked elements too, in kernels that were written by hand (check_next)."""
     import triton.language as tl
     from triton.runtime import interpreter
 
-    global _installed
+    global _installed, _checks_overflow
     if _installed:
         return
-    _installed = True
+    _installed, _checks_overflow = True, check_overflow
     # The interpreter would put the original functions back after each launch, and look them all up again for the next.
     interpreter._patch_lang(FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core}))
     interpreter._patch_lang = lambda function: interpreter._LangPatchScope()
-    builder = interpreter.interpreter_builder
-    builder.options = dataclasses.replace(builder.options, sanitize_overflow=check_overflow)
     _share_types(tl)
     _share_dtypes(tl, interpreter)
     _convert_at_once(tl, interpreter)
     _check_overflow_at_once(interpreter)
     _convert_operands_once(tl, interpreter)
+
+
+def check_next(generated: bool) -> None:
+    """Before a launch. In a generated kernel integers wrap, as those of the model's own graph do, and masked elements
+    may hold anything."""
+    from triton.runtime.interpreter import interpreter_builder
+
+    wanted = _checks_overflow and not generated
+    if interpreter_builder.options.sanitize_overflow != wanted:
+        interpreter_builder.options = dataclasses.replace(interpreter_builder.options, sanitize_overflow=wanted)
 
 
 def _share_types(tl) -> None:

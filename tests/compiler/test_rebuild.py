@@ -90,6 +90,7 @@ def test_an_engine_without_a_recipe(tmp_path: Path) -> None:
         rebuild(file, "anywhere")
 
 
+@pytest.mark.usefixtures("compiles_anew")  # what tests keep of C files is a cache too
 def test_the_cache_takes_no_part_in_a_rebuild(engine: Path, tiny_checkpoint: Path, tmp_path: Path,
                                               monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BuildCache, "get", lambda *arguments: pytest.fail("the cache was asked"))

@@ -2,11 +2,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from ingot.compiler.gpu.interpret import Interpreter, InterpreterError
+from ingot.plugins.gpu.generated import module_name
 from ingot.plugins.gpu.kernel import GpuKernel, GpuLaunch
 
 MODULE = "tests.compiler.gpu.kernels"
@@ -63,6 +65,15 @@ def test_numbers_that_overflow_are_an_error(interpreter: Interpreter, kind: str,
     x[7] += 1
     with pytest.raises(InterpreterError, match=f"overflows: OverflowError: mul of {kind}"):
         interpreter.run([(launch, {})], {"x": x, "y": out})
+
+
+def test_integers_of_generated_kernels_wrap(interpreter: Interpreter) -> None:
+    text = Path(__file__).with_name("kernels.py").read_text()
+    kernel = GpuKernel("overflows", module_name(text), "overflows", (("x", "*i32"), ("y", "*i32")),
+                       (("FACTOR", 65_537), ("BLOCK", 16)), source=text)
+    got = interpreter.run([(GpuLaunch(kernel, (1, 1, 1)), {})],
+                          {"x": np.full(16, 32_768, np.int32), "y": np.zeros(16, np.int32)})["y"]
+    assert (got == 32_768 * 65_537 - 2**32).all()
 
 
 def test_numbers_that_are_equal_but_not_the_same(interpreter: Interpreter) -> None:

@@ -25,7 +25,7 @@ def test_plan_json() -> None:
     kv = KvCache(16, 2048, (None, 512), (KvSlot(0, 2, 16, 8, "bf16", 1, 0, 1024),))
     plan = Plan(kv, {"w0": Weight("ab" * 32, 32, "norm", (8,), "fp32")}, (bucket,), {"model.norm": "y"})
     assert json.loads(json.dumps(plan.to_json())) == {
-        "version": 4,
+        "version": 5,
         "kv": {"block_size": 16, "block_bytes": 2048, "windows": [None, 512], "slots": [
             {"slot": 0, "heads": 2, "key_dim": 16, "value_dim": 8, "dtype": "bf16", "table": 1, "key_offset": 0,
              "value_offset": 1024}]},

@@ -57,7 +57,7 @@ def test_profile(engine: EngineFile, fake: FakeCuda) -> None:
 
 def test_memory_bandwidth(fake: FakeCuda) -> None:
     found = gpu_ceilings.measure_gpu_ceilings(0)
-    assert found.read_bytes_s == pytest.approx(2 * (fake.memory_bytes // 8) / (2e-3 * STEP_MS))
+    assert found.read_bytes_s == pytest.approx(2 * ((1 << 30) // 8) / (2e-3 * STEP_MS))
     assert not found.operations_s
     fake.assert_nothing_held()
 
