@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from time import perf_counter, sleep
 
 import numpy as np
@@ -43,9 +43,6 @@ DEFAULT_FRACTION = 0.9
 
 _SHORT_S = 2e-4
 """Shorter steps are not slept through: to be woken up takes part of that."""
-
-_POLL_S = 2e-5
-"""Where several GPUs are at work each is asked again and again: if one fails, the others' kernels would wait for it."""
 
 
 class CudaProgram:
@@ -112,6 +109,7 @@ class CudaProgram:
         layout = StepLayout(limits, plan.vocab_size, kv.block_size, tables)
         self._ranks = ranks = [CudaRank(context, self._engine, plan, layout, number, self.lora)
                                for number, context in enumerate(self._group.contexts)]
+        self._group.ranks = ranks
         first = ranks[0]
         self.weights_bytes = max(rank.weights_bytes for rank in ranks)
         self.arena_bytes, self.workspace_bytes = plan.arena_bytes, plan.workspace_bytes
@@ -151,21 +149,10 @@ class CudaProgram:
                 f"no block of the KV cache fits {fraction:.0%} of what is left")
         return blocks
 
-    @contextmanager
-    def _together(self) -> Iterator[None]:
-        """If one GPU fails, kernels on the others no longer wait for it."""
-        try:
-            yield
-        except BaseException:
-            self._group.give_up()
-            self._group.end_step()
-            raise
-
     def launch(self, inputs: StepInputs) -> None:
         index = self._prepare(inputs)
         host = self._host_addresses[self.inputs.index(inputs)]
-        self._group.begin_step()
-        with self._together():
+        with self._group.launching(), self._group.together():
             self._send(inputs)
             for rank in self._ranks:
                 rank.launch(index, bool(inputs.num_adapted))
@@ -177,39 +164,25 @@ class CudaProgram:
     def wait(self) -> StepOutputs:
         assert self._in_flight is not None, "no step is in flight"
         (inputs, index), self._in_flight = self._in_flight, None
-        with self._together():
+        with self._group.together():
             # Most of a long step is slept through.
-            pending = self._is_pending()
+            pending = self._group.is_pending()
             if pending:
                 left = self._launched_at + 0.9 * self._expected_s[index] - _SHORT_S - perf_counter()
                 if left > 0:
                     sleep(left)
-                    pending = self._is_pending()
-            self._watch()
-        self._group.end_step()
+                    pending = self._group.is_pending()
+            self._group.watch()
         took = perf_counter() - self._launched_at
         # How long it took is known only if it ended while it was watched; else it was shorter.
         self._expected_s[index] = took if pending else min(took, self._expected_s[index])
         return inputs.sampling.outputs
 
-    def _is_pending(self) -> bool:
-        """Whether the step may still run on any GPU. Raises CudaError, if one has failed, whatever the others do."""
-        pending = [rank.is_pending() for rank in self._ranks]
-        return any(pending)
-
-    def _watch(self) -> None:
-        """Until the step has ended. One GPU's end is the driver's to wait for, several are asked."""
-        if len(self._ranks) == 1:
-            self._ranks[0].wait()
-            return
-        while self._is_pending():
-            sleep(_POLL_S)
-
     def _rest(self) -> None:
         """Until all GPUs have done what they were given."""
         for rank in self._ranks:
             rank.end(None)
-        self._watch()
+        self._group.watch()
 
     def logits(self) -> Float32Array:
         assert self._in_flight is None, "a step is in flight"
@@ -243,22 +216,19 @@ class CudaProgram:
         others, with that."""
         index = self._prepare(inputs)
         graphs = [rank.timed(index) for rank in self._ranks]
-        self._group.begin_step()
-        with self._together():
+        with self._group.launching(), self._group.together():
             self._send(inputs)
             for rank, graph in zip(self._ranks, graphs, strict=True):
                 rank.context.enter()
                 graph.launch()
             self._rest()
-        self._group.end_step()
         self._ranks[0].context.enter()
         return graphs[0].durations()
 
     def trace(self, inputs: StepInputs, values: Collection[str]) -> dict[str, np.ndarray]:
         index = self._prepare(inputs)
         first, found = self._ranks[0], {}
-        self._group.begin_step()
-        with self._together():
+        with self._group.launching(), self._group.together():
             self._send(inputs)
             for number, launch in enumerate(first.buckets[index].launches):
                 for rank in self._ranks:
@@ -272,7 +242,6 @@ class CudaProgram:
                         first.context.enter()
                         found[name] = decode(first.context.read(address, value_bytes(shape, dtype)), shape, dtype)
             self._rest()
-        self._group.end_step()
         return found
 
     def _prepare(self, inputs: StepInputs) -> int:
@@ -290,8 +259,8 @@ class CudaProgram:
 
     def close(self) -> None:
         if self._finalizer.alive and getattr(self, "_in_flight", None) is not None:
-            with suppress(CudaError), self._together():
-                self._watch()
+            with suppress(CudaError), self._group.together():
+                self._group.watch()
         self._finalizer()
 
 

@@ -4,10 +4,12 @@ which they exchange values need (gpu_collective.py)."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import permutations
-from threading import Lock
+from threading import RLock
+from time import sleep
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,13 +18,20 @@ from .cuda_driver import CudaError, Driver, GpuInfo, reaches
 from .cuda_memory import Bytes, CudaContext
 from .gpu_collective import GIVEN_UP, peer_table
 
+if TYPE_CHECKING:
+    from .cuda_rank import CudaRank
+
 _enabled: Counter[tuple[int, int, int]] = Counter()
 """How many engines of this process use the access of one GPU to another: a server loads the next one beside the first.
 """
-_lock = Lock()
-_turn = Lock()
-"""Of engines on several GPUs: held by the one whose step runs. Blocks of two would wait for each other's room, those of
-one on this GPU, those of the other on that."""
+_lock = RLock()  # an engine that nobody holds any more may be closed at any time, by any thread
+_turn = RLock()
+"""Held by the engine on several GPUs that launches a step."""
+_launched: list[CudaGroup] = []
+"""Those whose step may still run."""
+
+_POLL_S = 2e-5
+"""Where several GPUs are at work each is asked again and again: if one fails, the others' kernels would wait for it."""
 
 
 class NoPeerAccess(RequestError):
@@ -42,7 +51,10 @@ def check_peers(driver: Driver, gpus: Sequence[GpuInfo]) -> None:
 
 
 class CudaGroup:
-    """contexts: in the order of the ranks. Everything that is taken through them is released by `close`."""
+    """contexts: in the order of the ranks. Everything that is taken through them is released by `close`.
+
+    ranks: what runs there, once it is loaded.
+    """
 
     def __init__(self, driver: Driver, gpus: Sequence[GpuInfo]) -> None:
         """gpus: reach each other (check_peers). Raises CudaError; then nothing is held."""
@@ -52,7 +64,8 @@ class CudaGroup:
         self._signals: list[int] = []
         self._rescue: list[object] = []
         """A stream on each GPU, beside the one whose kernels may wait for a signal that does not come."""
-        self._has_turn = self._has_given_up = False
+        self.ranks: Sequence[CudaRank] = ()
+        self._has_given_up = False
         try:
             for gpu in gpus:
                 self.contexts.append(CudaContext(driver, gpu))
@@ -83,23 +96,52 @@ class CudaGroup:
             context.write(tables[-1], table)
         return tables
 
-    def begin_step(self) -> None:
-        """Waits until no other engine of this process runs a step on several GPUs, if this is one that does.
+    @contextmanager
+    def launching(self) -> Iterator[None]:
+        """While a step is launched. On several GPUs steps of the engines of this process follow each other, whichever
+        thread launches them: blocks of two would wait for each other's room, those of one on this GPU, those of the
+        other on that.
 
         Raises WorkFailed after `give_up`: kernels that no longer wait for each other would give wrong numbers.
         """
-        if len(self.contexts) > 1:
-            if self._has_given_up:
-                raise WorkFailed("a step of this engine, which is divided among GPUs, was broken off: it takes no "
-                                 "others.\n  Load the engine again.")
-            _turn.acquire()
-            self._has_turn = True
+        if len(self.contexts) == 1:
+            yield
+            return
+        if self._has_given_up:
+            raise WorkFailed("a step of this engine, which is divided among GPUs, was broken off: it takes no others.\n"
+                             "  Load the engine again.")
+        with _turn:
+            for other in [other for other in _launched if other is not self and self._meets(other)]:
+                try:
+                    other.watch()
+                except CudaError:  # told to whoever waits for that step
+                    other.give_up()
+                _launched.remove(other)
+            if self not in _launched:
+                _launched.append(self)
+            yield
 
-    def end_step(self) -> None:
-        """Lets others begin; nothing if no step has begun."""
-        if self._has_turn:
-            self._has_turn = False
-            _turn.release()
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """If one GPU fails, kernels on the others no longer wait for it."""
+        try:
+            yield
+        except BaseException:
+            self.give_up()
+            raise
+
+    def is_pending(self) -> bool:
+        """Whether the step may still run on any GPU. Raises CudaError, if one has failed, whatever the others do."""
+        pending = [rank.is_pending() for rank in self.ranks]
+        return any(pending)
+
+    def watch(self) -> None:
+        """Until the step has ended. One GPU's end is the driver's to wait for, several are asked."""
+        if len(self.ranks) == 1:
+            self.ranks[0].wait()
+            return
+        while self.is_pending():
+            sleep(_POLL_S)
 
     def give_up(self) -> None:
         """Lets kernels go on that wait for a rank: what they compute then is nothing. For when one GPU has failed, or
@@ -118,11 +160,18 @@ class CudaGroup:
             with suppress(CudaError):
                 context.enter()
                 context.synchronize()
-        self.end_step()
+        with _turn:
+            if self in _launched:
+                _launched.remove(self)
         while self._enabled:
             self._disable(*self._enabled.pop())
         for context in reversed(self.contexts):
             context.close()
+
+    def _meets(self, other: CudaGroup) -> bool:
+        """Whether both run on one GPU."""
+        return not {context.gpu.ordinal for context in self.contexts}.isdisjoint(
+            context.gpu.ordinal for context in other.contexts)
 
     def _enable(self, one: CudaContext, other: CudaContext) -> None:
         key = self._key(one, other)

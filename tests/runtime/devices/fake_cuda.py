@@ -316,7 +316,8 @@ class FakeCuda(FakeMemory):
             if self.faulty in (kernel.symbol, (kernel.symbol, device)):
                 raise Refused("CUDA_ERROR_ILLEGAL_ADDRESS")
             if kernel.exchanges:
-                assert set(permutations(self._retained, 2)) <= self.peers, "the memory of a GPU that is not reached"
+                team = {gpu for pair in self.peers if device in pair for gpu in pair}
+                assert team and set(permutations(team, 2)) <= self.peers, "the memory of a GPU that is not reached"
             if not prepared:
                 prepared.append(interpreted(kernel, (grid[0] // cluster, grid[1], grid[2]), values, self.sources))
             prepared[0].run()

@@ -73,6 +73,7 @@ class FakeMemory:
         self._owners: dict[int, int] = {}
         self._sticky: dict[int, str] = {}
         self._next = 1000
+        self._starting = threading.Lock()
 
     def here(self) -> int:
         """The device of the current context."""
@@ -246,10 +247,11 @@ class FakeMemory:
     def _start(self) -> None:
         """Lets every device go on."""
         sys.setswitchinterval(1e-4)
-        for stream in self.streams:
-            if stream.queue and (stream.thread is None or not stream.thread.is_alive()):
-                stream.thread = threading.Thread(target=self._drain, args=(stream, lambda: False), daemon=True)
-                stream.thread.start()
+        with self._starting:
+            for stream in self.streams:
+                if stream.queue and (stream.thread is None or not stream.thread.is_alive()):
+                    stream.thread = threading.Thread(target=self._drain, args=(stream, lambda: False), daemon=True)
+                    stream.thread.start()
 
     def _drain(self, stream: Stream, until: Callable[[], bool]) -> None:
         while stream.queue and not until():

@@ -111,34 +111,71 @@ def test_an_engine_beside_another_keeps_its_peers(fake_driver: Fake, pair: Path)
 
 
 def test_steps_of_two_engines_do_not_overlap(load_pair: Load) -> None:
-    """Their blocks would wait for each other's room. A step that ends, fails, or is never waited for lets others on."""
-    first, _ = load_pair()
-    second, fake = load_pair()
-    begun = threading.Event()
+    """Their blocks would wait for each other's room. A step that is not waited for, or fails, lets others on: one
+    thread may launch both, as with two streams of answers."""
+    first, fake = load_pair()
+    second, other = load_pair()
 
-    def step() -> None:
-        second.launch(fill(second, 0, TOKENS[:2]))
-        begun.set()
-        second.wait()
-
-    def run(meanwhile: Callable[[], object]) -> None:
-        begun.clear()
-        thread = threading.Thread(target=step)
-        thread.start()
-        assert not begun.wait(0.1)
-        meanwhile()
-        thread.join()
-        assert begun.is_set()
+    def busy(which: FakeCuda) -> bool:
+        return any(stream.busy for stream in which.streams)
 
     first.launch(fill(first, 0, TOKENS))
-    run(first.wait)
+    assert busy(fake)
+    second.launch(fill(second, 0, TOKENS[:2]))
+    assert busy(other) and not busy(fake)
+    first.wait()
     first.launch(fill(first, 1, TOKENS))
-    run(first.close)
-    fake.fail("cuGraphLaunch", 2, "CUDA_ERROR_LAUNCH_FAILED")
+    assert not busy(other)
+    first.close()
+    second.wait()
+    other.fail("cuGraphLaunch", 2, "CUDA_ERROR_LAUNCH_FAILED")
     with pytest.raises(CudaError):
         second.launch(fill(second, 1, TOKENS[:2]))
     third, _ = load_pair()
     close_to(step_logits(third, fill(third, 0, TOKENS[:2])), mock.reference_logits(TOKENS[:2]))
+
+
+def test_two_threads_launch_steps_in_turn(load_pair: Load) -> None:
+    programs = [load_pair()[0] for _ in range(2)]
+    found: dict[int, np.ndarray] = {}
+
+    def steps(which: int) -> None:
+        for number in range(3):
+            found[which] = step_logits(programs[which], fill(programs[which], number % 2, TOKENS[:2])).copy()
+
+    threads = [threading.Thread(target=steps, args=(which,)) for which in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for which in range(2):
+        close_to(found[which], mock.reference_logits(TOKENS[:2]))
+
+
+def test_engines_on_other_gpus_do_not_wait(fake_driver: Fake, pair: Path) -> None:
+    with EngineFile.open(pair) as one, EngineFile.open(pair) as two:
+        fake = fake_driver(one, num_gpus=4)
+        first, second = (CudaProgram(engine, 256, driver=Driver(fake), ordinals=ordinals)
+                         for engine, ordinals in ((one, (0, 1)), (two, (2, 3))))
+        first.launch(fill(first, 0, TOKENS[:2]))
+        with second._group.launching():
+            assert {stream.device for stream in fake.streams if stream.busy} == {0, 1}
+        for program in (first, second):
+            program.close()
+        fake.assert_nothing_held()
+
+
+def test_a_step_that_nobody_waits_for_fails(load_pair: Load) -> None:
+    """The next engine's step begins all the same; the error is told to whoever asks."""
+    first, fake = load_pair()
+    second, _ = load_pair()
+    fake.faulty = next(kernel.symbol for kernel in fake.kernels.values() if kernel.symbol.startswith("embedding")), 1
+    first.launch(fill(first, 0, TOKENS[:3]))
+    close_to(step_logits(second, fill(second, 0, TOKENS[:2])), mock.reference_logits(TOKENS[:2]))
+    with pytest.raises(CudaError, match="ILLEGAL_ADDRESS"):
+        first.wait()
+    first.close()
+    fake.forget()
 
 
 def test_traces_and_profiles(load_pair: Load) -> None:
@@ -261,7 +298,7 @@ def test_no_step_follows_one_that_was_broken_off(load_pair: Load, monkeypatch: p
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("ingot.runtime.devices.cuda.sleep", interrupted)
+        patch.setattr("ingot.runtime.devices.cuda_group.sleep", interrupted)
         program.launch(fill(program, 0, TOKENS[:3]))
         with pytest.raises(KeyboardInterrupt):
             program.wait()
