@@ -27,6 +27,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
+from .checkpoints import build_first
 from .engine_format import (
     COMMENT_PREFIX,
     DIRECTORY_ORDER,
@@ -341,7 +342,7 @@ def _open_file(path: str) -> io.FileIO:
         mode = os.stat(path).st_mode  # before open: opening a pipe would wait for its other end
         if not stat.S_ISREG(mode):
             kind = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
-            raise RequestError(f"{path} is {kind}; expected an engine file")
+            raise RequestError(f"{path} is {kind}; expected an engine file{build_first(path)}")
         return io.FileIO(path, "rb")
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = getattr(error, "strerror", None) or error
@@ -418,7 +419,8 @@ def _explain_end(file: io.FileIO, file_size: int) -> EngineFormatError:
     if first != FIRST_BYTES:
         if FIRST_BYTES.startswith(first):
             return EngineTruncated(f"{file_size} bytes: shorter than the first header of an engine")
-        return NotAnEngine(f"not an engine: the {file_size} bytes start {first.hex()}, expected {FIRST_BYTES.hex()}")
+        return NotAnEngine(f"not an engine: the {file_size} bytes start {first.hex()}, expected {FIRST_BYTES.hex()}"
+                           f"{build_first(str(file.name), first)}")
     searched = min(file_size, _JUNK_SEARCH_BYTES)
     tail = _read(file, file_size - searched, searched, "end record")
     found = tail.rfind(COMMENT_PREFIX)

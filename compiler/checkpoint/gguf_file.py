@@ -47,8 +47,8 @@ def read_gguf_header(path: Path) -> GgufHeader:
             try:
                 header = _Reader(path, data).header()
             except (struct.error, UnicodeDecodeError, MemoryError) as error:
-                raise CheckpointError(f"{path}: the header is damaged or cut short ({size} bytes in all): {error}"
-                                      ) from error
+                raise CheckpointError(f"{path}: the header is damaged or cut short ({size} bytes in all): {error}. "
+                                      "Download it again") from error
     needed = max((t.begin + t.size_bytes for t in header.tensors.values()), default=0)
     if size < needed:
         raise CheckpointError(f"{path}: truncated: expected {needed} bytes, got {size}. Download it again")
@@ -60,9 +60,10 @@ class _Reader:
         self.path, self.data, self.at = path, data, 4
 
     def _take(self, layout: str) -> tuple[Any, ...]:
-        values = struct.unpack_from(layout, self.data, self.at)
-        self.at += struct.calcsize(layout)
-        return values
+        begin, self.at = self.at, self.at + struct.calcsize(layout)
+        if self.at > len(self.data):
+            raise struct.error(f"it goes on at byte {begin}, behind the end")
+        return struct.unpack_from(layout, self.data, begin)
 
     def _string(self, kept: bool = True) -> str:
         (length,) = self._take("<Q")

@@ -23,7 +23,7 @@ def open_checkpoint(source: str | Path) -> Checkpoint:
         if path.suffix != ".gguf":
             raise CheckpointError(f"{path} is a file; a checkpoint is a folder or a .gguf file")
         return Checkpoint(path, _gguf_store(path))
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)):
+    if re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(source)):  # what begins with a dot is a path
         return _open_folder(_download(str(source)))
     raise CheckpointError(f"{path} does not exist, and {str(source)!r} is no model name (organisation/name)")
 
@@ -57,4 +57,4 @@ def _download(name: str) -> Path:
     except Exception as error:
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise WorkFailed(f"there is no folder {name}, and the model of that name could not be fetched from the hub: "
-                         f"{reason}. Give the path of a checkpoint") from error
+                         f"{reason.rstrip('.')}. Give the path of a checkpoint") from error

@@ -200,9 +200,23 @@ def test_no_such_file(tmp_path: Path) -> None:
         EngineFile.open(tmp_path / "none.engine")
 
 
+def _refusal(path: Path) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        EngineFile.open(path)
+    return caught.value
+
+
+def test_a_checkpoint_is_to_be_built_first(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "x.gguf").write_bytes(b"GGUF" + bytes(5000))
+    for path in (tmp_path, tmp_path / "x.gguf"):
+        assert f"build an engine of it: ingot build {path} --target" in str(_refusal(path))
+
+
 def test_a_folder_and_a_pipe(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="is a folder"):
         EngineFile.open(tmp_path)
+    assert "ingot build" not in str(_refusal(tmp_path))
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(RequestError, match="not a regular file"):
         EngineFile.open(tmp_path / "pipe")

@@ -172,6 +172,9 @@ def test_folders_that_are_no_checkpoint(tmp_path: Path) -> None:
 def test_paths_that_are_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"does not exist, and .* is no model name"):
         open_checkpoint(tmp_path / "nowhere")
+    for path in ("./nowhere", "../nowhere"):
+        with pytest.raises(CheckpointError, match="does not exist"):  # the hub is not asked
+            open_checkpoint(path)
     (tmp_path / "model.bin").touch()
     with pytest.raises(CheckpointError, match=r"is a file; a checkpoint is a folder or a .gguf file"):
         open_checkpoint(tmp_path / "model.bin")
