@@ -112,6 +112,10 @@ class FsspecFiles:
 
 
 def files_of(url: str) -> Files:
+    """Raises RequestError for a single word: a name of the store, where a URL is meant, would become a folder."""
+    if os.sep not in url and not os.path.isdir(url):
+        raise RequestError(f"{url!r} is no place for engines: expected oci://HOST/REPOSITORY, a URL such as s3://…, or "
+                           f"a folder, written with a slash: ./{url}")
     return FsspecFiles(url) if "://" in url else LocalFiles(Path(url))
 
 

@@ -71,6 +71,16 @@ def test_a_folder_in_which_something_is_wrong(tmp_path: Path) -> None:
     assert target.engines() == []
 
 
+def test_a_word_is_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name of the store, where a URL is meant, does not become a folder with copies of all engines."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RequestError, match=r"'prod' is no place for engines.*\./prod"), open_remote("prod"):
+        pass
+    (tmp_path / "prod").mkdir()
+    with open_remote("prod"), open_remote("./other"):
+        pass
+
+
 def test_an_unknown_protocol() -> None:
     pytest.importorskip("fsspec")
     with pytest.raises(RequestError, match="nowhere://x"), open_remote("nowhere://x"):
