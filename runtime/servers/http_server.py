@@ -181,9 +181,10 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
                                              f"this server takes; it has {request.content_length or 'more'}",
                                         code="request_too_large"))
     except web.HTTPException as error:
-        text = f"{request.method} {request.path[:200]}: {error.reason}"
+        allowed = error.headers.get("Allow")
+        text = f"{request.method} {request.path[:200]}: {error.reason}{f'; expected {allowed}' if allowed else ''}"
         return _error_response(ApiError(error.status, text, code="unknown_url" if error.status == 404 else None),
-                               {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {})
+                               {"Allow": allowed} if allowed else {})
     except web.RequestPayloadError:  # nothing that follows on this connection can be understood
         return _error_response(ApiError(400, "the body cannot be read: it is not what its Content-Encoding or "
                                              "Transfer-Encoding says"), {"Connection": "close"})

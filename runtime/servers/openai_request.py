@@ -7,6 +7,7 @@ null counts as absent.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
 from ..sampling import SamplingError, SamplingParams
@@ -202,7 +203,9 @@ def known_fields(body: dict[str, Any], known: dict[str, Check]) -> dict[str, Any
             if value not in _UNSUPPORTED[name]:
                 raise invalid(name, f"{name}: not supported by this server", "unsupported_parameter")
         elif name not in known:
-            raise invalid(name[:100], f"unknown field {name[:100]!r}", "unknown_parameter")
+            near = get_close_matches(name[:100], known, n=1)
+            meant = f"; did you mean {near[0]!r}?" if near else ""
+            raise invalid(name[:100], f"unknown field {name[:100]!r}{meant}", "unknown_parameter")
         else:
             checked[name] = known[name](name, value)
     return checked

@@ -62,6 +62,13 @@ def test_wrong_requests_name_the_field(address: str, body: Any, param: str | Non
     assert error["message"] and "Traceback" not in error["message"]
 
 
+def test_a_misspelt_field_is_told_its_neighbour(address: str) -> None:
+    for name, message in (("max_token", "unknown field 'max_token'; did you mean 'max_tokens'?"),
+                          ("xyzzy", "unknown field 'xyzzy'")):
+        _, _, answer = call(address, "POST", "/v1/completions", {"prompt": "a", name: 1})
+        assert answer["error"]["message"] == message
+
+
 @pytest.mark.parametrize(("body", "param"), [
     ({}, "messages"),
     ({"messages": []}, "messages"),

@@ -111,6 +111,7 @@ def test_unknown_urls_and_methods(address: str) -> None:
     assert call(address, "GET", "/v2/models")[0] == 404
     status, headers, answer = call(address, "GET", "/v1/completions")
     assert (status, headers["Allow"], answer["error"]["type"]) == (405, "POST", "invalid_request_error")
+    assert answer["error"]["message"].endswith("Method Not Allowed; expected POST")
     status, _, answer = complete(address, model="gpt-5")
     assert (status, answer["error"]["code"]) == (404, "model_not_found")
 
