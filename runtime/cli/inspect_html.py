@@ -53,6 +53,8 @@ def write_page(engine: EngineFile, facts: Mapping[str, Any], path: Path) -> dict
     """facts: of the views summary, layers, kernels and memory. Raises RequestError where `path` cannot be written."""
     if path.is_dir():
         raise RequestError(f"--html {path}: that is a folder; expected a file, such as {path / 'engine.html'}")
+    if not path.parent.exists():
+        raise RequestError(f"--html {path}: the folder {path.parent} does not exist; create it or choose another path")
     text = page(engine, facts)
     try:
         if path.is_file() and not _may_replace(path):

@@ -131,7 +131,7 @@ def test_a_file_that_is_no_page_stays(mock_path: Path, tmp_path: Path, capsys: p
     assert write(mock_path, path) == write(mock_path, path)
 
 
-@pytest.mark.parametrize("target", ["folder", "file/engine.html"])
+@pytest.mark.parametrize("target", ["folder", "file/engine.html", "nowhere/engine.html"])
 def test_where_no_file_can_be(mock_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], target: str) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("")
