@@ -103,18 +103,19 @@ def _join(threads: Sequence[threading.Thread], limit_s: float) -> bool:
 
 
 @cache
-def _number_blocks_by_thread() -> None:
-    """The interpreter keeps the number of the block that runs in one place for the whole process: from now on each
-    thread has one."""
+def _part_threads() -> None:
+    """The interpreter keeps the number of the block that runs, and whether integers may overflow, in one place for the
+    whole process: from now on each thread has one."""
     from triton.runtime.interpreter import interpreter_builder
 
-    kind, places = type(interpreter_builder), threading.local()
+    kind, places, before = type(interpreter_builder), threading.local(), dict(vars(interpreter_builder))
 
     def of_thread(name: str) -> property:
-        return property(lambda builder: getattr(places, name), lambda builder, value: setattr(places, name, value))
+        return property(lambda builder: getattr(places, name, before.get(name)),
+                        lambda builder, value: setattr(places, name, value))
 
     interpreter_builder.__class__ = type(kind.__name__, (kind,), {name: of_thread(name)
-                                                                 for name in ("grid_idx", "grid_dim")})
+                                                                 for name in ("grid_idx", "grid_dim", "options")})
 
 
 def prepare(kernel: GpuKernel, grid: tuple[int, int, int], arguments: Mapping[str, int | float]) -> Prepared:
@@ -143,7 +144,7 @@ def _function(module: str, source: str, name: str) -> Callable[..., None]:
     found = getattr(module_of(module, source), name)
     assert isinstance(found, InterpretedFunction), "TRITON_INTERPRET=1 must be set before triton is first imported"
     install(check_overflow=True)
-    _number_blocks_by_thread()
+    _part_threads()
     function: Callable[..., None] = found.rewrite()
     return function
 

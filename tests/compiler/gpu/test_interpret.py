@@ -1,14 +1,18 @@
 """The interpreter runs a kernel's own source on arrays, and does not forgive accesses beside them."""
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from ingot.compiler.gpu.interpret import Interpreter, InterpreterError
 from ingot.plugins.gpu.generated import module_name
+from ingot.plugins.gpu.interpret import Prepared, prepare
 from ingot.plugins.gpu.kernel import GpuKernel, GpuLaunch
 
 MODULE = "tests.compiler.gpu.kernels"
@@ -74,6 +78,35 @@ def test_integers_of_generated_kernels_wrap(interpreter: Interpreter) -> None:
     got = interpreter.run([(GpuLaunch(kernel, (1, 1, 1)), {})],
                           {"x": np.full(16, 32_768, np.int32), "y": np.zeros(16, np.int32)})["y"]
     assert (got == 32_768 * 65_537 - 2**32).all()
+
+
+def test_engines_in_other_threads_change_nothing() -> None:
+    """Whether integers wrap is a kernel's matter, not that of the last one that was begun: in a swap two engines answer
+    in one process."""
+    text = Path(__file__).with_name("kernels.py").read_text()
+    x, y, z = np.full(16, 32_768, np.int32), np.zeros(16, np.int32), np.zeros(16, np.int32)
+    begun, other = threading.Event(), threading.Event()
+
+    def prepared(factor: int, out: np.ndarray, **source: Any) -> Prepared:
+        kernel = GpuKernel("overflows", source.pop("module", MODULE), "overflows", (("x", "*i32"), ("y", "*i32")),
+                           (("FACTOR", factor), ("BLOCK", 16)), **source)
+        return prepare(kernel, (1, 1, 1), {"x": x.ctypes.data, "y": out.ctypes.data})
+
+    wraps, checks = prepared(65_537, y, module=module_name(text), source=text), prepared(3, z)
+    function = wraps.function
+
+    def held(**arguments: Any) -> None:
+        begun.set()
+        other.wait(60)
+        function(**arguments)
+
+    thread = threading.Thread(target=replace(wraps, function=held).run)
+    thread.start()
+    begun.wait(60)
+    checks.run()
+    other.set()
+    thread.join(60)
+    assert (y == 32_768 * 65_537 - 2**32).all() and (z == 3 * 32_768).all()
 
 
 def test_numbers_that_are_equal_but_not_the_same(interpreter: Interpreter) -> None:
