@@ -112,7 +112,10 @@ class Tokenizer:
 
     def surely_exceeds(self, text: str, num_tokens: int) -> bool:
         """Whether a text is too long for so many tokens, told by its length alone: without the work of encoding it."""
-        return len(text) > _MOST_SHORTENING * self._longest_token * num_tokens
+        least = _MOST_SHORTENING * num_tokens
+        if len(text) <= least:  # no token is shorter than a character: the vocabulary need not be read for it
+            return False
+        return len(text) > least * self._longest_token
 
     @cached_property
     def _longest_token(self) -> int:
