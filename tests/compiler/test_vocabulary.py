@@ -114,7 +114,8 @@ def test_short_texts_leave_the_tokenizer_unread_and_many_or_long_ones_do_not() -
         tokenizer.encode("cat")
     with pytest.raises(AssertionError, match="the tokenizer was read"):
         light(data).encode("the cat sat")
-    assert not light(data).surely_exceeds("cat", 1) and Tokenizer(package.to_str().encode(), {}).surely_exceeds("c" * 1000, 1)
+    assert not light(data).surely_exceeds("cat", 1)
+    assert Tokenizer(package.to_str().encode(), {}).surely_exceeds("c" * 1000, 1)
 
 
 def test_a_tokenizer_that_parts_do_not_serve_has_its_names_only(monkeypatch: pytest.MonkeyPatch) -> None:
