@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -197,10 +198,19 @@ def _run_recipes(arguments: argparse.Namespace, cache: BuildCache | None) -> int
     else:
         print(table([_row(outcome) for outcome in outcomes],
                     ("model", "target", "precision", "weights", "arena", "KV a token", "time", "reused", "result")))
-        for outcome in outcomes:
-            if outcome.error:
-                print(f"\n{outcome.request.name} {outcome.request.target} {outcome.request.precision}: {outcome.error}")
+        for error, failed in _by_error(outcomes).items():
+            print(f"\n{', '.join(failed)}: {error}")
     return min((outcome.status for outcome in outcomes if outcome.error), default=0)
+
+
+def _by_error(outcomes: Iterable[Outcome]) -> dict[str, list[str]]:
+    """What failed by each error: a checkpoint that cannot be had fails all builds, and is told once."""
+    failed: dict[str, list[str]] = {}
+    for outcome in outcomes:
+        if outcome.error:
+            asked = outcome.request
+            failed.setdefault(outcome.error, []).append(f"{asked.name} {asked.target} {asked.precision}")
+    return failed
 
 
 def _row(outcome: Outcome) -> tuple[str, ...]:

@@ -70,6 +70,13 @@ def test_jobs_are_bounded_by_cores_and_memory(tiny_checkpoint: Path, tmp_path: P
     assert default_jobs([replace(asked[0], model="/nowhere")]) == 1
 
 
+def test_what_fails_all_builds_is_told_once(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status = main(["build", "./nowhere", "--recipe", str(recipe), "--target", "cpu*", "-o", str(tmp_path)])
+    *_, last = capsys.readouterr().out.strip().split("\n\n")
+    assert status == 2 and last.count("does not exist") == 1
+    assert last.startswith("tiny cpu:x86-64-v3 fp32, tiny cpu:x86-64-v3 int8: CheckpointError: nowhere")
+
+
 def test_the_command(cache_folder: Path, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Engines, a table of results, and the exit status of what failed."""
     words = ["build", "--recipe", str(recipe), "-o", str(tmp_path)]
