@@ -76,9 +76,12 @@ def _add_precision_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_room_arguments(parser: argparse.ArgumentParser) -> None:
     """What a step and a sequence may hold, and adapters."""
-    parser.add_argument("--max-batch-size", type=int, metavar="N", help="sequences in a step")
-    parser.add_argument("--max-num-tokens", type=int, metavar="N", help="tokens in a step")
-    parser.add_argument("--max-seq-len", type=int, metavar="N", help="tokens of a sequence, prompt and answer together")
+    parser.add_argument("--max-batch-size", type=int, metavar="N", help="sequences in a step (default: 16 on CPUs; "
+                        "128 on GPUs of 64 GiB or more, else 32)")
+    parser.add_argument("--max-num-tokens", type=int, metavar="N", help="tokens in a step (default: 512 on CPUs; 8192 "
+                        "on GPUs of 64 GiB or more, else 2048)")
+    parser.add_argument("--max-seq-len", type=int, metavar="N", help="tokens of a sequence, prompt and answer together "
+                        "(default: what the model was made for)")
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N",
                         help="GPUs that the engine is divided among (default: 1)")
     parser.add_argument("--lora-max-rank", type=int, metavar="R",
