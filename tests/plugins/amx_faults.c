@@ -1,10 +1,9 @@
-/* Uses the tile instructions of "amx.h" as the processor does not allow; the argument tells how. 0 is allowed. */
+/* Uses the tile instructions of "amx.h" as the processor does not allow; how: in which way. 0 is allowed. */
 #include "amx.h"
 
-int main(int argc, char **argv) {
+__attribute__((visibility("default"))) void use(int how) {
     amx_config shape = {.palette = 1, .row_bytes = {64, 32, 64}, .rows = {16, 16, 8}};
     static uint8_t memory[1024];
-    const int how = argc > 1 ? atoi(argv[1]) : 0;
     if (how == 1) shape.palette = 2;
     if (how == 2) shape.rows[0] = 17;
     if (how == 3) shape.row_bytes[9] = 64, shape.rows[9] = 1;
@@ -20,5 +19,4 @@ int main(int argc, char **argv) {
     _tile_dpbssd(0, 1, how == 11 ? 1 : 2);
     if (how == 12) _tile_release();
     _tile_stored(0, memory, 64);
-    return 0;
 }

@@ -17,21 +17,26 @@ from tests.plugins.test_attention import PLAIN, PLAIN_I8, allowed_error, expecte
 
 N, K = 72, 1100
 ISA = host_isas()[-1].name
-LINEAR = [linear_cpu.Problem(N, K, scheme, m) for scheme in schemes_of(ISA) for m in (1, 8, 64)]
+LINEAR = [linear_cpu.Problem(N, K, scheme, m) for scheme in schemes_of(ISA) for m in (1, 64)]
+FEW = [replace(p, m=8) for p in LINEAR if p.m == 1]
+"""Their kernels differ from those of one token and of many in the numbers of a tile alone."""
 TOKENS = {1: 1, 8: 7, 64: 45}
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
-    kernels = [linear_cpu.emit(replace(p, tactic=tactic)) for p in LINEAR for tactic in linear_cpu.tactics(p)]
-    for p in (PLAIN, PLAIN_I8):
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Library:
+    slow = request.config.getoption("--slow")
+    matrices = [*LINEAR, *(FEW if slow else ())]
+    kernels = [linear_cpu.emit(replace(p, tactic=tactic)) for p in matrices for tactic in linear_cpu.tactics(p)]
+    for p in (PLAIN, PLAIN_I8) if slow else (PLAIN,):
         for tactic in attention_cpu.tactics(p):
             tuned = replace(p, tactic=tactic)
             kernels += [attention_cpu.attention(tuned), attention_cpu.attention_combine(tuned)]
     return Library(dict.fromkeys(kernels), ISA, tmp_path_factory.mktemp("tactics"))
 
 
-@pytest.mark.parametrize("p", LINEAR, ids=lambda p: f"{p.scheme.name}-{p.m}")
+@pytest.mark.parametrize("p", [*LINEAR, *(pytest.param(p, marks=pytest.mark.slow) for p in FEW)],
+                         ids=lambda p: f"{p.scheme.name}-{p.m}")
 def test_all_tactics_of_a_matrix_give_the_same_bits(library: Library, p: linear_cpu.Problem) -> None:
     rng, tokens = np.random.default_rng(0), TOKENS[p.m]
     w, x = (rng.standard_normal(shape).astype(np.float32) for shape in ((N, K), (tokens, K)))
@@ -46,7 +51,7 @@ def test_all_tactics_of_a_matrix_give_the_same_bits(library: Library, p: linear_
         np.testing.assert_array_equal(y, results[0], err_msg=str(tactic))
 
 
-@pytest.mark.parametrize("p", [PLAIN, PLAIN_I8], ids=lambda p: p.kv_dtype)
+@pytest.mark.parametrize("p", [PLAIN, pytest.param(PLAIN_I8, marks=pytest.mark.slow)], ids=lambda p: p.kv_dtype)
 def test_all_tactics_of_attention_are_right(library: Library, p: attention_cpu.Attention) -> None:
     for sequences in ([(300, 300)], [(900, 1), (130, 4), (200, 33)]):
         case = make(p, sequences)

@@ -189,7 +189,7 @@ def test_compiles_without_spills(arch: str) -> None:
         assert min(code[kernel].spill_stores for kernel in pair) == 0, [kernel.symbol for kernel in pair]
 
 
-@pytest.mark.parametrize("kv_type", ["bf16", "int8"])
+@pytest.mark.parametrize("kv_type", ["bf16", pytest.param("int8", marks=pytest.mark.slow)])
 def test_tall_tiles_of_large_heads_compile_without_spills(kv_type: str) -> None:
     """Eight tokens of four heads of 256, turned in registers: for each number of splits a candidate that fits."""
     p = replace(problem(8, kv_type), q_heads=4, kv_heads=1, key_dim=256, value_dim=256,
