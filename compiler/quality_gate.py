@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import platform
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -156,10 +157,11 @@ def require_measurable(machine: str, features: Sequence[str], checkpoint: Checkp
                            f"{available / 1e9:.1f} GB are available")
 
 
-def quality_of(engine: Path, checkpoint: str, progress: Callable[[int, int], None] = lambda done, total: None, *,
-               device: str | None = None) -> Quality:
-    """Of an engine file against its checkpoint."""
-    with Engine.load(engine, device=device, kv_cache_tokens=WINDOW) as loaded:
+def quality_of(engine: str | os.PathLike[str], checkpoint: str,
+               progress: Callable[[int, int], None] = lambda done, total: None, *,
+               device: str | None = None, store: str | os.PathLike[str] | None = None) -> Quality:
+    """Of an engine against its checkpoint. engine, device, store: as Engine.load has them."""
+    with Engine.load(engine, device=device, store=store, kv_cache_tokens=WINDOW) as loaded:
         return measure_quality(loaded, ReferenceModel(checkpoint), progress)
 
 

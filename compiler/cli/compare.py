@@ -4,7 +4,7 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
-from ingot.runtime.cli.engine_options import add_device_argument
+from ingot.runtime.cli.engine_options import add_device_argument, add_engine_argument
 from ingot.runtime.cli.output import Progress, print_json, table
 from ingot.runtime.engine import Engine
 from ingot.runtime.errors import RequestError
@@ -16,7 +16,7 @@ from ..reference_model import ReferenceModel
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("engine", help="engine file")
+    add_engine_argument(parser)
     parser.add_argument("checkpoint", help="what it was built from: folder, hub name, or GGUF file")
     parser.add_argument("--tokens", type=int, default=64, metavar="N", help="length of a prompt (default 64)")
     parser.add_argument("--prompts", type=int, default=2, metavar="N", help="prompts to answer greedily (default 2)")
@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise RequestError(f"--{name} is {getattr(arguments, name)}; expected at least 1")
     if arguments.new_tokens < 0:
         raise RequestError(f"--new-tokens is {arguments.new_tokens}; expected 0 or more")
-    with Engine.load(arguments.engine, device=arguments.device) as engine:
+    with Engine.load(arguments.engine, device=arguments.device, store=arguments.store) as engine:
         prompts = _prompts(engine, arguments)
         comparison = compare(engine, ReferenceModel(arguments.checkpoint), prompts, arguments.new_tokens,
                              arguments.max_relative_error)
@@ -51,8 +51,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _quality(arguments: argparse.Namespace) -> int:
     progress = Progress(not arguments.json)
-    quality = quality_of(Path(arguments.engine), arguments.checkpoint,
-                         lambda done, total: progress.show(f"{done} of {total} tokens"), device=arguments.device)
+    quality = quality_of(arguments.engine, arguments.checkpoint,
+                         lambda done, total: progress.show(f"{done} of {total} tokens"),
+                         device=arguments.device, store=arguments.store)
     progress.clear()
     print_json(quality.to_json()) if arguments.json else print(table(quality.describe()))
     return 0

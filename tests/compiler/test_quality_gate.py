@@ -186,7 +186,9 @@ def test_a_wrong_scale_is_found(layout: str, precision: str, scale: str, layer: 
     first, second = found.worst_layers[:2]
     assert first.name == layer
     assert first.own is not None and second.own is not None and first.own > 2 * second.own
-    command = ["compare", str(output), str(good), "--tokens", "20", "--prompts", "1", "--new-tokens", "0"]
+    store = ["--store", str(tmp_path / "store")]
+    assert main(["engines", "add", str(output), "prod", *store]) == 0
+    command = ["compare", "prod", str(good), *store, "--tokens", "20", "--prompts", "1", "--new-tokens", "0"]
     assert main(command) == 0
     assert f"layers that err most by themselves: {layer} (" in capsys.readouterr().out
 
