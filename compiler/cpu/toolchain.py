@@ -210,8 +210,21 @@ def _precompiled(sources: Mapping[str, str], isa: CpuIsa, include_dirs: Sequence
 
 
 def _run(words: Sequence[str], name: str, isa: CpuIsa, folder: str) -> None:
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, env={**os.environ, **_zig_cache(folder)})
     if done.returncode != 0:
         lines = [line for line in done.stderr.splitlines() if line.strip()][:_LINES_SHOWN]
         raise CompileError(f"the C compiler failed on {name} for {isa.name} (exit status {done.returncode}):\n  "
                            + "\n  ".join(lines))
+
+
+def _zig_cache(folder: str) -> dict[str, str]:
+    """The variable by which zig keeps what it makes of the C library in `folder`, where its own place for that cannot
+    be written to, as in a container without a home; else nothing. It fails there, or tries for ever."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.environ.get("HOME") or "/", ".cache")
+    place = os.environ.get("ZIG_GLOBAL_CACHE_DIR") or os.path.join(home, "zig")
+    try:
+        os.makedirs(place, exist_ok=True)
+        tempfile.TemporaryFile(dir=place).close()
+    except OSError:
+        return {"ZIG_GLOBAL_CACHE_DIR": os.path.join(folder, "zig-cache")}
+    return {}

@@ -83,6 +83,18 @@ def test_intrinsics_are_read_once_and_give_the_same_bytes(tmp_path: Path, monkey
     assert is_used == [False, True, True, False, False, *[False] * 4]
 
 
+def test_homes_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """zig would fail, or never end; the bytes are the same."""
+    monkeypatch.delenv("ZIG_GLOBAL_CACHE_DIR", raising=False)
+    (tmp_path / "file").touch()
+    made = [assembly(HELPER, ISAS["x86-64-v3"], [])]
+    for home in ("/proc/none", str(tmp_path / "file")):
+        monkeypatch.setenv("HOME", home)
+        monkeypatch.setenv("XDG_CACHE_HOME", home)
+        made.append(assembly(HELPER, ISAS["x86-64-v3"], []))
+    assert made[1:] == made[:1] * 2
+
+
 def test_error_shows_what_the_compiler_said(tmp_path: Path) -> None:
     out = tmp_path / "x.so"
     with pytest.raises(CompileError, match=r"failed on broken\.c for x86-64-v3[\s\S]*undeclared"):
