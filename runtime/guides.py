@@ -45,8 +45,8 @@ class Matcher:
         """A token of the answer. Raises SamplingError if the guide has become too complex, WorkFailed if it does not
         allow the token, though its mask did."""
         if not self.matcher.consume_token(token):
-            problem = self.matcher.get_error()
-            message = f"the guide cannot follow the answer beyond {self.num_tokens} tokens: {_first_line(problem)}"
+            problem = _first_line(self.matcher.get_error())  # the guide itself stands in the others
+            message = f"the guide cannot follow the answer beyond {self.num_tokens} tokens: {problem}"
             raise SamplingError("guide", message) if _BEYOND_LIMITS in problem else WorkFailed(message)
         self.num_tokens += 1
 

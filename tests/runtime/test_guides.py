@@ -121,6 +121,12 @@ def test_a_token_that_is_not_allowed(guides: Guides) -> None:
     assert not matcher.allows_but({})
 
 
+def test_a_guides_own_words_are_not_taken_for_the_librarys(guides: Guides) -> None:
+    matcher = guides.start(Guide("regex", "(the max is 3)+"))
+    with pytest.raises(WorkFailed, match="cannot follow the answer beyond 0 tokens"):
+        matcher.advance(*encode("x"))
+
+
 def test_a_guide_beyond_its_limits_is_the_requests_fault(guides: Guides) -> None:
     texts = [f"x{number}" for number in range(5000)]
     matcher = guides.start(Guide("choice", choices=tuple(texts[:1999])))
