@@ -34,6 +34,7 @@ from .refit_record import (
     refit_record,
     sides_digest,
 )
+from .version import ingot_version
 from .write_weights import Rounding, write_weights
 
 if TYPE_CHECKING:
@@ -156,8 +157,8 @@ def _record(engine: EngineFile) -> RefitRecord:
     record = parse_refit_record(engine.read(REFIT_MEMBER), order, engine.path)
     if record.packing_sha256 != packing_digest():
         raise CannotRefit(f"{engine.path} was built by Ingot {engine.manifest['ingot_version']}, whose layout of "
-                          "packed weights may differ from this one's.\n  Refit it with that version, or build it "
-                          "again.")
+                          "packed weights may differ from this one's: the sources that pack them are others than "
+                          f"here (Ingot {ingot_version()}).\n  Refit it with what built it, or build it again.")
     return record
 
 

@@ -191,6 +191,8 @@ def _rm(arguments: argparse.Namespace, store: Store) -> int:
     store.lock.move(arguments.name, removal(last, arguments.why))
     if arguments.json:
         print_json({"name": arguments.name, "hash": None, "before": last.hash})
+    else:
+        print(f"{arguments.name}: means nothing any more\nbefore: {last.hash}")
     return 0
 
 

@@ -113,7 +113,9 @@ def test_add_with_move(capsys: Capture, two: tuple[str, str], tmp_path: Path, st
 def test_rm_and_gc(capsys: Capture, two: tuple[str, str], tmp_path: Path, store: Store) -> None:
     engine(tmp_path / "c.engine", b"c" * 5000)
     run(capsys, "engines", "add", tmp_path / "c.engine")
-    run(capsys, "engines", "rm", "prod", "-m", "retired")
+    before = store.lock.now()["prod"].hash
+    assert run(capsys, "engines", "rm", "prod", "-m", "retired") == (
+        0, f"prod: means nothing any more\nbefore: {before}\n", "")
     assert run_json(capsys, "engines", "list", "--json")["engines"] == []
     told = run_json(capsys, "engines", "gc", "--json")
     assert told["engines"] == [hash_of(tmp_path / "c.engine")] and told["deleted"] is False
