@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import threading
 from types import FunctionType
 from typing import Any
 
@@ -31,6 +32,7 @@ def install(check_overflow: bool) -> None:
     _convert_at_once(tl, interpreter)
     _check_overflow_at_once(interpreter)
     _convert_operands_once(tl, interpreter)
+    _rewrite_one_by_one(interpreter)
 
 
 def check_next(generated: bool) -> None:
@@ -124,6 +126,18 @@ def _check_overflow_at_once(interpreter) -> None:
             raise OverflowError(f"{binary_op.__name__} of {kind} gives numbers from {wide.min()} to {wide.max()}")
 
     type(interpreter.interpreter_semantic).binary_op_sanitize_overflow_impl = check
+
+
+def _rewrite_one_by_one(interpreter) -> None:
+    """Python 3.11 parses in one thread at a time: where garbage is collected within, and somebody watches that, another
+    thread may go on, and if it parses too, both fail ("recursion depth mismatch")."""
+    rewrite, lock = interpreter.InterpretedFunction.rewrite, threading.Lock()
+
+    def alone(self):
+        with lock:
+            return rewrite(self)
+
+    interpreter.InterpretedFunction.rewrite = alone
 
 
 def _convert_operands_once(tl, interpreter) -> None:

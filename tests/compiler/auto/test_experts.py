@@ -97,7 +97,7 @@ def test_the_simulation_is_the_calibrated_graph_of_a_gpu(checkpoint: Path, name:
     assert np.median(_errors(engine, simulated)) < 0.4 * np.median(_errors(engine, exact))
 
 
-@pytest.mark.parametrize("checkpoint", ["mixtral", pytest.param("gpt_oss", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.slow  # test_auto.py has the same of a dense model
 def test_experts_get_more_bits_where_the_budget_needs_them(checkpoint: Path, tmp_path: Path,
                                                            monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (find, quality_gate):

@@ -1,7 +1,10 @@
 """Exchanges between ranks: the kernels in Triton's interpreter, a thread for each rank, and as compiled code."""
 from __future__ import annotations
 
+import gc
 import re
+import sys
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -239,3 +242,42 @@ def test_who_waits_for_nobody_is_told() -> None:
     ptx = re.sub(r"@%p\d+ st\.relaxed\.sys[^;]*;", "", compiled.ptx)
     with pytest.raises(PtxError, match="no end in sight"):
         step("all_gather", way, compiled, ptx, Options(0, "block"))
+
+
+def test_threads_that_read_kernels_while_garbage_is_collected() -> None:
+    """Functions that kernels call are rewritten when they are called first, by whichever rank's thread does."""
+    import ingot.plugins.gpu.math as functions
+    from ingot.plugins.gpu.interpreter_speed import install
+
+    install(check_overflow=True)
+    from triton.runtime.interpreter import InterpretedFunction
+
+    found = [one for one in vars(functions).values() if isinstance(one, InterpretedFunction)]
+    failures: list[Exception] = []
+
+    def rewrite() -> None:
+        try:
+            for one in found * 20:
+                InterpretedFunction.rewritten_fn.pop(one.fn, None)
+                one.rewrite()
+        except Exception as error:
+            failures.append(error)
+
+    def watch(phase: str, info: object) -> None:
+        sum(range(50))
+
+    interval, threshold = sys.getswitchinterval(), gc.get_threshold()
+    threads = [threading.Thread(target=rewrite) for _ in range(4)]
+    gc.callbacks.append(watch)
+    gc.set_threshold(50)
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(watch)
+    assert len(found) > 5 and not failures

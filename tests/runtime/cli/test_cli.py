@@ -1,5 +1,6 @@
 """The command line on the mock engine: output, exit statuses, errors without tracebacks."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -212,7 +213,7 @@ def test_a_missing_compiler_of_gpu_kernels(capsys: pytest.CaptureFixture[str], m
     def absent(arguments: object) -> int:
         raise ModuleNotFoundError("No module named 'triton'", name="triton.language")
 
-    monkeypatch.setattr("ingot.compiler.cli.build.run", absent)
+    monkeypatch.setattr(importlib.import_module("ingot.compiler.cli.build"), "run", absent)
     status, _, err = run(capsys, "build", "x")
     assert status == 2 and "`ingot build` needs the compiler of GPU kernels" in err
     assert "pip install --no-deps triton==" in err and "ingot-llm[build]" not in err
