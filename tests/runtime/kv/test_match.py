@@ -35,9 +35,9 @@ class Model:
 
     def release(self, seq: KvSequence, keep: bool) -> None:
         end = seq.num_computed if keep else self.published[seq]
-        # The part of a block that it has shown took the place of an equal one that was cached, and goes with it.
+        # The part of a block that it has shown took the place of one that was cached, equal or shorter, and goes with it.
         shown = tuple(seq.tokens[: seq.num_known])
-        if not keep and any(key == seq.key and tokens[: len(shown)] == shown for key, tokens in self.known):
+        if not keep and any(key == seq.key and common_length(tokens, shown) > end for key, tokens in self.known):
             self.was_lost = True
         self.known.append((seq.key, tuple(seq.tokens[:end])))
         del self.published[seq]
