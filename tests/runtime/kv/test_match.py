@@ -35,7 +35,7 @@ class Model:
 
     def release(self, seq: KvSequence, keep: bool) -> None:
         end = seq.num_computed if keep else self.published[seq]
-        # The part of a block that it has shown took the place of one that was cached, equal or shorter, and goes with it.
+        # What it has shown of a block took the place of a cached part, equal or shorter, and goes with it.
         shown = tuple(seq.tokens[: seq.num_known])
         if not keep and any(key == seq.key and common_length(tokens, shown) > end for key, tokens in self.known):
             self.was_lost = True
