@@ -48,33 +48,40 @@ def resources(cubin: bytes) -> Resources:
     return Resources(*map(int, found.groups()))
 
 
+def instructions(sass: str) -> list[str]:
+    """The mnemonics with their modifiers, in the order of the code."""
+    found: list[str] = _INSTRUCTION.findall(sass)
+    return found
+
+
 def count_instructions(sass: str) -> dict[str, int]:
     """Mnemonic with its modifiers -> how often it stands in the code, sorted by mnemonic."""
-    return dict(sorted(Counter(_INSTRUCTION.findall(sass)).items()))
+    return dict(sorted(Counter(instructions(sass)).items()))
 
 
 def matrix_instructions(counts: Mapping[str, int]) -> dict[str, int]:
     """Those that run on Tensor Cores: HMMA, IMMA, QMMA, OMMA; HGMMA, IGMMA, QGMMA; UTCHMMA, UTCIMMA, UTCQMMA, UTCOMMA,
     and DMMA."""
-    return {name: n for name, n in counts.items() if _base(name).endswith("MMA")}
+    return {name: n for name, n in counts.items() if base(name).endswith("MMA")}
 
 
 def spills(counts: Mapping[str, int]) -> tuple[int, int]:
     """(stores to, loads from) thread-local memory in the code."""
-    return (sum(n for name, n in counts.items() if _base(name) == "STL"),
-            sum(n for name, n in counts.items() if _base(name) == "LDL"))
+    return (sum(n for name, n in counts.items() if base(name) == "STL"),
+            sum(n for name, n in counts.items() if base(name) == "LDL"))
 
 
 def operand_bits(mnemonic: str) -> int:
     """Bits of the operands of a matrix instruction: HMMA.16816.F32.BF16 -> 16, QGMMA.64x128x32.F32.E4M3.E4M3 -> 8."""
-    base = _base(mnemonic).removeprefix("UTC")
-    bits = _OPERAND_BITS[base[0]]
+    kind = base(mnemonic).removeprefix("UTC")
+    bits = _OPERAND_BITS[kind[0]]
     if bits == 16 and "TF32" in mnemonic:
         return 32
     return 4 if bits == 8 and ".S4" in mnemonic else bits
 
 
-def _base(mnemonic: str) -> str:
+def base(mnemonic: str) -> str:
+    """Without its modifiers."""
     return mnemonic.partition(".")[0]
 
 

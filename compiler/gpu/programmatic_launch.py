@@ -10,11 +10,10 @@ Where a launch may overlap is read from the disassembled code, not taken from wh
 """
 from __future__ import annotations
 
-import re
+from .disassemble import base, instructions
 
 FIRST_CAPABILITY = 90
 _BEGIN = ("\tgriddepcontrol.launch_dependents;", "\tgriddepcontrol.wait;")
-_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[T\d]+\s+)?([A-Z][A-Z0-9_]*)", re.MULTILINE)
 _WAIT = "ACQBULK"
 _REGISTERS_ALONE = frozenset((
     "BMSK", "BSSY", "CS2R", "IABS", "IADD", "IADD3", "IMAD", "ISETP", "LDC", "LDCU", "LEA", "LOP3", "MOV", "NOP",
@@ -40,7 +39,7 @@ def overlap_launches(ptx: str) -> str:
 
 def waits_first(sass: str) -> bool:
     """Whether disassembled code waits for the kernel before it ahead of any branch and any memory but parameters."""
-    for name in _INSTRUCTION.findall(sass):
+    for name in map(base, instructions(sass)):
         if name == _WAIT:
             return True
         if name not in _REGISTERS_ALONE:

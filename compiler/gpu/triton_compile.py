@@ -31,9 +31,9 @@ from ingot.runtime.folders import cache_folder
 
 from ..targets import Architecture
 from .disassemble import count_instructions, disassemble, matrix_instructions, resources, spills, tool
-from .programmatic_launch import FIRST_CAPABILITY, overlap_launches, waits_first
+from .programmatic_launch import waits_first
 
-CACHE_VERSION, PTX_CACHE_VERSION = 3, 2
+CACHE_VERSION = 3
 
 
 class CompileError(WorkFailed):
@@ -147,9 +147,9 @@ def try_compile(kernels: Iterable[GpuKernel], arch: Architecture, cache: Path | 
     return {kernel: _misfit(kernel, compiled, arch) or compiled for kernel, compiled in done.items()}
 
 
-def cache_key(kernel: GpuKernel, arch: Architecture, form: int = CACHE_VERSION) -> str:
+def cache_key(kernel: GpuKernel, arch: Architecture) -> str:
     """SHA-256 over everything that the bytes depend on. The compiler's programs come with triton, in its version."""
-    parts = {"cache": form, "triton": version("triton"), "arch": arch.name, "kernel": kernel.to_json(),
+    parts = {"cache": CACHE_VERSION, "triton": version("triton"), "arch": arch.name, "kernel": kernel.to_json(),
              "order": [name for name, _ in kernel.parameters], "source": source_digest(kernel.module, kernel.source)}
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -183,13 +183,12 @@ class PtxCompiler:
 
     def __call__(self, kernel: GpuKernel) -> PtxKernel:
         """Raises CompileError if it cannot be compiled or needs more shared memory than there is."""
-        path = self._cache / f"{cache_key(kernel, self.arch, PTX_CACHE_VERSION)}.json"
+        path = self._cache / f"{cache_key(kernel, self.arch)}.json"
         try:
             entry = json.loads(path.read_text())
         except (OSError, ValueError):
             entry = self._compile(kernel, path)
-        ptx = overlap_launches(entry["ptx"]) if self.arch.capability >= FIRST_CAPABILITY else entry["ptx"]
-        found = PtxKernel(**entry | {"ptx": ptx, "tensor_maps": tuple(entry["tensor_maps"])})
+        found = PtxKernel(**entry | {"tensor_maps": tuple(entry["tensor_maps"])})
         if found.shared_bytes > self.arch.shared_per_block:
             raise CompileError(f"kernel {kernel.symbol} needs {found.shared_bytes} bytes of shared memory; a block of "
                                f"{self.arch.name} has {self.arch.shared_per_block}")
