@@ -50,7 +50,7 @@ class CudaRank:
         self._engine, self._plan, self._layout, self._lora = engine, plan, layout, lora
         self.blobs: dict[str, int] = {}
         for name, weight in plan.weights.items():
-            blob = weight.blobs[rank % len(weight.blobs)]
+            blob = weight.blob_of(rank)
             if self.blobs.setdefault(blob, weight.size) != weight.size:
                 raise EngineFormatError(f"plan.weights.{name}: size {weight.size}; elsewhere the same blob has "
                                         f"{self.blobs[blob]}")
@@ -131,7 +131,7 @@ class CudaRank:
         plan, layout = self._plan, self._layout
         with self.telling_memory():
             upload(self.context, self._pieces(), progress)
-            weights = {name: self._weights + self._offsets[weight.blobs[self.rank % len(weight.blobs)]]
+            weights = {name: self._weights + self._offsets[weight.blob_of(self.rank)]
                        for name, weight in plan.weights.items()}
             inputs = {name: self.step + place.offset for name, place in layout.places.items()}
             self.buckets = plan.bind(Places(self.arena, self._workspace, weights, self._kv, inputs, self._adapters,

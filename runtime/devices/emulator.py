@@ -240,7 +240,7 @@ class _Rank:
         self.arrivals = workspace[: plan.zeroed_bytes]
         workspace[plan.zeroed_bytes :].fill(_POISON)
         # Mapped arrays must live as long as kernels may read them.
-        self._held = {name: mapped_weight(engine, weight.blobs[rank % len(weight.blobs)], weight.size)
+        self._held = {name: mapped_weight(engine, weight.blob_of(rank), weight.size)
                       for name, weight in plan.weights.items()}
         self.signals = anonymous(max(plan.signal_bytes, 1), "signals between ranks")
         self.peers = anonymous(peers_bytes(num_ranks), "addresses of ranks")

@@ -107,6 +107,9 @@ class Weight:
     blobs: tuple[str, ...]
     size: int
 
+    def blob_of(self, rank: int) -> str:
+        return self.blobs[rank % len(self.blobs)]
+
 
 @dataclass(frozen=True)
 class Places:

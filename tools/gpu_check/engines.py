@@ -62,18 +62,24 @@ def make(folder: Path, target: Target, chosen: list[tuple[str, str]],
         save_random(small_config(family, **_SIZES), folder / "models" / family)
         yield folder / "models" / family, f"models/{family}"
     for family, precision in chosen:
-        path = folder / f"{family}.{precision}.engine"
-        progress(f"build {family}, {precision}")
-        try:
-            run("-m", "ingot.runtime.cli", "build", str(folder / "models" / family), "--target", target.name,
-                 "--precision", precision, "-o", str(path), *LIMITS)
-            progress(f"emulate {family}, {precision}")
-            run("-m", "tools.gpu_check.emulate", str(path), str(path.with_suffix(".npz")))
-        except WorkFailed as error:
-            progress(f"left out: {family}, {precision}: {error}")
-            continue
-        for file in (path, path.with_suffix(".npz")):
-            yield file, f"engines/{file.name}"
+        yield from build_and_emulate(folder / "models" / family, folder / f"{family}.{precision}.engine",
+                                     f"{family}, {precision}", ("--target", target.name, "--precision", precision),
+                                     progress)
+
+
+def build_and_emulate(model: Path, path: Path, title: str, options: tuple[str, ...],
+                      progress: Callable[[str], None]) -> Iterator[tuple[Path, str]]:
+    """An engine and what the emulator gives, as (file, name in the pack). If that fails it is told."""
+    try:
+        progress(f"build {title}")
+        run("-m", "ingot.runtime.cli", "build", str(model), "-o", str(path), *options, *LIMITS)
+        progress(f"emulate {title}")
+        run("-m", "tools.gpu_check.emulate", str(path), str(path.with_suffix(".npz")))
+    except WorkFailed as error:
+        progress(f"left out: {title}: {error}")
+        return
+    for file in (path, path.with_suffix(".npz")):
+        yield file, f"engines/{file.name}"
 
 
 def make_model(folder: Path, target: Target, model: str) -> Iterator[tuple[Path, str]]:

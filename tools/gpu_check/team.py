@@ -10,11 +10,11 @@ import numpy as np
 
 from ingot.compiler.targets import Target
 from ingot.runtime.devices.cuda_driver import Driver, list_gpus, teams
-from ingot.runtime.errors import IngotError, WorkFailed
+from ingot.runtime.errors import IngotError
 
 from .code import CodeSource
 from .emulate import NUM_NEW, TOKENS
-from .engines import LIMITS, relative_error, run
+from .engines import build_and_emulate, relative_error
 
 RANKS = (2, 4, 8)
 _SIZES = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 64}
@@ -46,17 +46,9 @@ def make(folder: Path, target: Target, progress: Callable[[str], None] = lambda 
     model = folder / "models" / "team"
     save_random(small_config("llama", **_SIZES), model)
     for count in ranks:
-        path = folder / f"team.{count}.engine"
-        progress(f"build and emulate an engine of {count} ranks")
-        try:
-            run("-m", "ingot.runtime.cli", "build", str(model), "--target", target.name, "--precision", "bf16",
-                "--tensor-parallel", str(count), "-o", str(path), *LIMITS)
-            run("-m", "tools.gpu_check.emulate", str(path), str(path.with_suffix(".npz")))
-        except WorkFailed as error:
-            progress(f"left out: {count} ranks: {error}")
-            continue
-        for file in (path, path.with_suffix(".npz")):
-            yield file, f"engines/{file.name}"
+        yield from build_and_emulate(
+            model, folder / f"team.{count}.engine", f"an engine of {count} ranks",
+            ("--target", target.name, "--precision", "bf16", "--tensor-parallel", str(count)), progress)
 
 
 def check_teams(source: CodeSource, folder: Path, driver: Driver, ordinal: int,
